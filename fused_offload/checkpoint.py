@@ -1,0 +1,268 @@
+"""State dicts: TransformerEngine's layout and torch AdamW's, both ways.
+
+Checkpoints hold unscaled values, so runs may change stored forms between save and load. Saving hands out references to
+the live storage wherever its dtype says all (float32, bfloat16, 16-bit remainders): no second copy of the state. Only
+block-scaled forms are expanded to float32.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .kernels.forms import Form, decode
+from .state import StateEntry, StateMapping, check_stored_dtype, get_unscaled, set_scaled
+from .tensors import shaped
+
+_TORCH_KEYS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+_REQUIRED = ("lr", "betas", "eps", "weight_decay", "bias_correction")
+
+
+def _exported(entry: StateEntry, key: str) -> torch.Tensor:
+    view = entry.peek(key)
+    if entry.extent is None or not entry.form(key).scaled:
+        return view
+    return shaped(decode(entry.stored(key)), entry.param)
+
+
+def _indices(param_groups: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """Position of each parameter over all groups, by identity."""
+    params = [param for group in param_groups for param in group["params"]]
+    return {id(param): index for index, param in enumerate(params)}
+
+
+def _packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    packed, position = [], 0
+    for group in param_groups:
+        fresh = {key: value for key, value in group.items() if key != "params"}
+        if "step" in fresh:
+            fresh["step"] = int(fresh["step"])
+        fresh["params"] = list(range(position, position + len(group["params"])))
+        position += len(group["params"])
+        packed.append(fresh)
+    return packed
+
+
+def _bound_entries(state: StateMapping, indices: Mapping[int, int]) -> list[tuple[int, StateEntry]]:
+    entries = []
+    for param, entry in state.items():
+        if not entry.bound:
+            continue
+        if id(param) not in indices:
+            raise RuntimeError(
+                f"A parameter of shape {tuple(param.shape)} has state but is in no parameter group, so its state could "
+                "not be found again after a load. Put it back into param_groups, or drop optimizer.state[param]."
+            )
+        entries.append((indices[id(param)], entry))
+    return sorted(entries, key=lambda item: item[0])
+
+
+def pack(param_groups: Sequence[dict[str, Any]], state: StateMapping) -> dict[str, Any]:
+    """TransformerEngine's layout: per parameter its state, per group its settings and ``step``."""
+    packed = {}
+    for index, entry in _bound_entries(state, _indices(param_groups)):
+        entry.fill_master()
+        packed[index] = {key: _exported(entry, key) for key in entry}
+    return {"state": packed, "param_groups": _packed_groups(param_groups)}
+
+
+def pack_for_torch(
+    param_groups: Sequence[dict[str, Any]], state: StateMapping, *, adam_w_mode: bool
+) -> dict[str, Any]:
+    """torch AdamW's layout: ``step`` beside each parameter's moments, no master weights."""
+    groups = _packed_groups(param_groups)
+    steps = {index: group.get("step", 0) for group in groups for index in group["params"]}
+    packed = {}
+    for index, entry in _bound_entries(state, _indices(param_groups)):
+        moments = {key: get_unscaled(entry, key) for key in ("exp_avg", "exp_avg_sq")}
+        packed[index] = {"step": torch.tensor(float(steps[index])), **moments}
+    for group in groups:
+        group.pop("step", None)
+        group.pop("bias_correction", None)
+        group.update(
+            amsgrad=False,
+            maximize=False,
+            foreach=None,
+            capturable=False,
+            differentiable=False,
+            fused=None,
+            decoupled_weight_decay=adam_w_mode,
+        )
+    return {"state": packed, "param_groups": groups}
+
+
+class LoadPlan(NamedTuple):
+    """A checked state dict, ready to be applied.
+
+    Attributes:
+        groups: the new groups.
+        values: parameter, state key and value, in group order.
+    """
+
+    groups: list[dict[str, Any]]
+    values: list[tuple[torch.Tensor, str, torch.Tensor]]
+
+    @property
+    def params(self) -> list[torch.Tensor]:
+        """Parameters that get state, each once."""
+        return list({id(param): param for param, _, _ in self.values}.values())
+
+
+def plan_load(
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[dict[str, Any]],
+    forms_of: Callable[[torch.Tensor], Mapping[str, Form]],
+    *,
+    adam_w_mode: bool,
+) -> LoadPlan:
+    """Checks a state dict against the groups; changes nothing.
+
+    Args:
+        state_dict: TransformerEngine's or torch AdamW's layout.
+        param_groups: the optimizer's groups.
+        forms_of: stored form of each state key that the optimizer keeps for a parameter.
+        adam_w_mode: the optimizer's kind of weight decay.
+
+    Raises:
+        ValueError: names what differs.
+        TypeError: for values that are no tensors.
+    """
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"loaded state dict has no {key!r}; pass what state_dict() returned")
+    saved_groups = state_dict["param_groups"]
+    if len(saved_groups) != len(param_groups):
+        raise ValueError(
+            f"loaded state dict has a different number of parameter groups ({len(saved_groups)}, here {len(param_groups)})"
+        )
+    groups, values = [], []
+    for index, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group "
+                f"(group {index}: {len(saved['params'])}, here {len(group['params'])})"
+            )
+        _check_settings(saved, index, adam_w_mode)
+        pairs = [(p, state_dict["state"].get(name)) for p, name in zip(group["params"], saved["params"], strict=True)]
+        pairs = [(param, entry) for param, entry in pairs if entry is not None]
+        step = _saved_step(saved, pairs, index)
+        if step and not pairs and any(param.numel() for param in group["params"]):
+            raise ValueError(f"loaded state dict has no state for any parameter of group {index} at step {step}")
+        groups.append(_merged_group(saved, group, step))
+        for param, entry in pairs:
+            values.extend(_checked_values(param, entry, forms_of(param), index))
+    return LoadPlan(groups, values)
+
+
+def _check_settings(saved: Mapping[str, Any], index: int, adam_w_mode: bool) -> None:
+    for key in ("amsgrad", "maximize"):
+        if saved.get(key):
+            raise ValueError(f"loaded state dict was trained with {key}=True in group {index}; it is not supported")
+    decoupled = saved.get("decoupled_weight_decay")
+    if decoupled is not None and bool(decoupled) != adam_w_mode and saved.get("weight_decay"):
+        raise ValueError(
+            f"loaded state dict has decoupled_weight_decay={decoupled} in group {index}, but this optimizer has "
+            f"adam_w_mode={adam_w_mode}; build it with adam_w_mode={bool(decoupled)}"
+        )
+
+
+def _saved_step(
+    saved: Mapping[str, Any], pairs: Sequence[tuple[torch.Tensor, Mapping[str, Any]]], index: int
+) -> int | None:
+    """Step of a saved group; torch keeps it beside each parameter."""
+    if "step" in saved:
+        return int(saved["step"])
+    steps = {int(entry["step"]) for _, entry in pairs if entry.get("step") is not None}
+    if len(steps) > 1:
+        raise ValueError(
+            f"loaded state dict has parameters at different steps {sorted(steps)} in group {index}; FusedOffloadAdam "
+            "counts steps per group. Give them groups of their own."
+        )
+    return steps.pop() if steps else None
+
+
+def _merged_group(saved: Mapping[str, Any], group: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+    merged = {key: value for key, value in saved.items() if key not in _TORCH_KEYS}
+    merged.update({key: group[key] for key in _REQUIRED if key not in merged and key in group})
+    if "param_names" in group:
+        merged["param_names"] = group["param_names"]
+    if step is not None:
+        merged["step"] = step
+    return {**merged, "params": group["params"]}
+
+
+def _checked_values(
+    param: torch.Tensor, saved: Mapping[str, Any], forms: Mapping[str, Form], index: int
+) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
+    unknown = set(saved) - {"exp_avg", "exp_avg_sq", "master_param", "step"}
+    if unknown:
+        raise ValueError(f"loaded state dict has unknown state {sorted(unknown)} in group {index}")
+    values = []
+    for key in ("exp_avg", "exp_avg_sq", "master_param"):
+        value = saved.get(key)
+        if value is None:
+            if key != "master_param" and param.numel():
+                raise ValueError(f"loaded state dict lacks {key} of a parameter in group {index}")
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"loaded state dict has a {type(value).__name__} as {key} in group {index}, not a tensor")
+        if key not in forms:
+            if param.dtype != torch.float32:  # a float32 parameter is its own master: nothing is lost
+                raise ValueError(
+                    f"loaded state dict has master weights in group {index}, but this optimizer keeps none; build it "
+                    "with master_weights=True"
+                )
+            continue
+        if value.shape != param.shape:
+            raise ValueError(
+                f"loaded state dict has {key} of shape {tuple(value.shape)} in group {index}, but the parameter has "
+                f"{tuple(param.shape)}"
+            )
+        check_stored_dtype(key, forms[key].dtype, value)
+        values.append((param, key, value))
+    return values
+
+
+def _detached_from_storage(plan: LoadPlan, state: StateMapping) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
+    """The values to copy. Those that are the live storage of their own place need no copy; those of another place are
+    cloned before anything is written over them."""
+    storages = {
+        view.untyped_storage().data_ptr() for entry in state.values() for view in entry.peek_all() if view.numel()
+    }
+    values = []
+    for param, key, value in plan.values:
+        if value.device.type != "meta" and value.numel() and value.untyped_storage().data_ptr() in storages:
+            if value.data_ptr() == state[param].peek(key).data_ptr():
+                continue
+            value = value.clone()
+        values.append((param, key, value))
+    return values
+
+
+def apply_load(plan: LoadPlan, state: StateMapping) -> None:
+    """Copies the values into storage and forgets state that the checkpoint does not have.
+
+    Args:
+        plan: a checked state dict; every parameter in it has its storage.
+        state: the optimizer's state, updated in place.
+    """
+    loaded = {(id(param), key) for param, key, _ in plan.values}
+    values = _detached_from_storage(plan, state)
+    for entry in state.values():
+        if (id(entry.param), "exp_avg") not in loaded:
+            entry.reset_moments()
+        if (id(entry.param), "master_param") not in loaded:
+            entry.master_set = False
+    narrowed = set()
+    for param, key, value in values:
+        if value.dtype in (torch.bfloat16, torch.float16) and state[param].peek(key).dtype == torch.float32:
+            narrowed.add((key, value.dtype))
+        set_scaled(state[param], key, value)
+    for key, dtype in sorted(narrowed, key=str):
+        warnings.warn(
+            f"{key} was loaded from {dtype} into float32: the values are exact, but as coarse as they were saved",
+            stacklevel=4,
+        )

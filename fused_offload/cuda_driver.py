@@ -1,0 +1,69 @@
+"""The few calls of the CUDA driver that torch does not offer.
+
+The driver's own interface is used because it keeps no sticky error: a refused call leaves the process as it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+
+_PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process
+_DEINITIALIZED = 4  # CUDA_ERROR_DEINITIALIZED: the process is going down
+
+
+@functools.cache
+def _driver() -> Any:
+    library = ctypes.CDLL("libcuda.so.1")
+    library.cuMemHostRegister_v2.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint]
+    library.cuMemHostUnregister.argtypes = [ctypes.c_void_p]
+    library.cuMemcpyHtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    library.cuMemcpyDtoHAsync_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
+    library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    return library
+
+
+def _message(result: int) -> str:
+    text = ctypes.c_char_p()
+    _driver().cuGetErrorString(result, ctypes.byref(text))
+    return f"{(text.value or b'unknown error').decode()} (CUDA error {result})"
+
+
+def _make_context_current() -> None:
+    """The driver's calls need the device's context on this thread; torch's first runtime call binds it."""
+    torch.cuda.synchronize()
+
+
+def register_host_memory(address: int, nbytes: int) -> str | None:
+    """Page-locks host memory for every device. Returns the driver's message if it refuses, else None."""
+    _make_context_current()
+    result = _driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE)
+    return None if result == 0 else _message(result)
+
+
+def unregister_host_memory(address: int) -> None:
+    """Waits for the device and gives page locks back."""
+    try:
+        _make_context_current()
+    except RuntimeError:  # the context is gone, and with it every copy
+        return
+    result = _driver().cuMemHostUnregister(address)
+    if result not in (0, _DEINITIALIZED):
+        raise RuntimeError(f"The CUDA driver could not give host memory back: {_message(result)}")
+
+
+def copy_to_device_async(device_address: int, host_address: int, nbytes: int, stream: int) -> None:
+    """Enqueues one host-to-device copy on a raw stream handle of the current device."""
+    result = _driver().cuMemcpyHtoDAsync_v2(device_address, host_address, nbytes, stream)
+    if result != 0:
+        raise RuntimeError(f"A host-to-device copy of {nbytes} bytes failed: {_message(result)}")
+
+
+def copy_to_host_async(host_address: int, device_address: int, nbytes: int, stream: int) -> None:
+    """Enqueues one device-to-host copy on a raw stream handle of the current device."""
+    result = _driver().cuMemcpyDtoHAsync_v2(host_address, device_address, nbytes, stream)
+    if result != 0:
+        raise RuntimeError(f"A device-to-host copy of {nbytes} bytes failed: {_message(result)}")

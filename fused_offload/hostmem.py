@@ -1,0 +1,88 @@
+"""How much host memory this process may still take, by the machine and by its cgroup."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60  # cgroup v1 writes a huge number where there is no limit
+
+
+def _read_int(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def _reclaimable(folder: Path, key: str) -> int:
+    """Page cache that the kernel gives back before it enforces the limit."""
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    fields = dict(line.split() for line in lines if len(line.split()) == 2)
+    return int(fields.get(key, 0))
+
+
+def _room(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> int | None:
+    limit, usage = _read_int(folder / limit_name), _read_int(folder / usage_name)
+    if limit is None or usage is None or limit >= _UNLIMITED:
+        return None
+    return max(0, limit - usage + _reclaimable(folder, cache_key))
+
+
+def _cgroup_folders() -> list[Path]:
+    """Folders of this process's cgroup and its parents; a container sees its own as the root."""
+    folders = [_CGROUP_ROOT, _CGROUP_ROOT / "memory"]
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return folders
+    for line in lines:
+        _, controllers, name = line.split(":", 2)
+        base = _CGROUP_ROOT if controllers == "" else _CGROUP_ROOT / "memory"
+        if controllers in ("", "memory"):
+            own = base / name.lstrip("/")
+            folders += [own, *(parent for parent in own.parents if parent.is_relative_to(base))]
+    return folders
+
+
+def available_host_bytes() -> tuple[int, str]:
+    """Bytes that this process may still allocate, and what limits them.
+
+    Returns:
+        The smaller of the machine's available memory and the room in every cgroup above this process, and
+        ``"machine"`` or ``"cgroup"``.
+    """
+    best = (int(psutil.virtual_memory().available), "machine")
+    for folder in _cgroup_folders():
+        for names in (
+            ("memory.max", "memory.current", "inactive_file"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        ):
+            room = _room(folder, *names)
+            if room is not None:
+                best = min(best, (room, "cgroup"))
+    return best
+
+
+def check_host_bytes(needed: int) -> None:
+    """Raises before an allocation that the machine or its cgroup could only answer by killing the process.
+
+    Args:
+        needed: bytes about to be allocated.
+
+    Raises:
+        RuntimeError: if fewer bytes are left; names both numbers.
+    """
+    left, limit = available_host_bytes()
+    if needed > left:
+        raise RuntimeError(
+            f"Optimizer state needs {needed / 1e9:.3f} GB of host memory, but only {left / 1e9:.3f} GB are left "
+            f"(limited by the {limit}). Offload less (OffloadConfig.fraction), use smaller stored forms "
+            "(store_param_remainders, 16-bit moments), shard over more ranks, or give the job more memory."
+        )

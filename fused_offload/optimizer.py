@@ -1,0 +1,503 @@
+"""FusedOffloadAdam: arguments, state, step and checkpoints. The work is done by the modules it calls."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from . import checkpoint
+from .amp import AmpInputs, amp_inputs
+from .arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS, MASTER_FORMS, check_hyperparameters, check_modes
+from .config import OffloadConfig
+from .cpu_loop import run_chunk
+from .kernels.forms import REMAINDER, Form
+from .kernels.reference import AdamScalars, adam_scalars
+from .masters import refresh_master
+from .planner import Planner
+from .report import MemoryReport, memory_report
+from .state import StateEntry, StateHooks, StateMapping, get_unscaled, set_scaled
+from .store import StateStore
+from .updates import Updates, check_params, collect_updates
+
+
+class FusedOffloadAdam(torch.optim.Optimizer):
+    """Adam and AdamW whose state lives in host memory; a drop-in for TransformerEngine's FusedAdam and torch's AdamW.
+
+    Each `step` cuts the parameters into chunks, and for each chunk copies the state to the parameters' device, updates
+    parameters and state there in one fused kernel, and copies the state back. For parameters on the CPU the same chunks
+    are updated in place. The arithmetic is that of `kernels.reference.adam_step_`.
+
+    Gradients are only read: unlike torch's fused optimizers under a gradient scaler, unscaled gradients are not written
+    back.
+
+    Args:
+        params: parameters (float32, bfloat16 or float16) or groups of them, dense in memory, one device a group.
+        lr: learning rate, a float or a one-element tensor on the CPU or on the parameters' device, which the kernel
+            reads without a synchronisation.
+        betas: decay of the first and the second moment, in [0, 1).
+        eps: added to the denominator.
+        weight_decay: decoupled decay, or L2 with ``adam_w_mode=False``.
+        amsgrad: must be False.
+        bias_correction: divide the moments by ``1 - beta**step``.
+        adam_w_mode: decoupled weight decay (AdamW) if True, L2 (Adam) if False.
+        capturable: must be False.
+        master_weights: keep ``master_param``, the copy of each parameter that updates apply to.
+        master_weight_dtype: dtype of the masters, float32 or float16 (block-scaled).
+        exp_avg_dtype: stored dtype of the first moment: float32, bfloat16 or float16 (block-scaled).
+        exp_avg_sq_dtype: stored dtype of the second moment, likewise.
+        use_decoupled_grad: read gradients from ``param.decoupled_grad`` instead of ``param.grad``.
+        store_param_remainders: keep float32 masters of bfloat16 parameters as 16 bits beside the parameter. Nothing is
+            lost; the parameter is then the master rounded half away from zero.
+        set_grad_none: deprecated, use ``zero_grad(set_to_none=...)``.
+        numerics: ``"ieee"`` for correctly rounded operations, the same everywhere; ``"te"`` for the bits of
+            TransformerEngine's fast-math kernel, on NVIDIA GPUs only.
+        offload: what lives in host memory and how it moves.
+
+    Raises:
+        ValueError: for hyperparameters out of range and parameters given twice.
+        TypeError: for parameters that cannot be updated.
+        RuntimeError: for modes that are not supported.
+    """
+
+    _step_supports_amp_scaling = True  # torch's GradScaler hands grad_scale and found_inf to the step
+
+    def __init__(
+        self,
+        params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        bias_correction: bool = True,
+        adam_w_mode: bool = True,
+        capturable: bool = False,
+        master_weights: bool = False,
+        master_weight_dtype: torch.dtype = torch.float32,
+        exp_avg_dtype: torch.dtype = torch.float32,
+        exp_avg_sq_dtype: torch.dtype = torch.float32,
+        use_decoupled_grad: bool = False,
+        store_param_remainders: bool = False,
+        set_grad_none: bool | None = None,
+        numerics: str = "ieee",
+        offload: OffloadConfig = OffloadConfig(),  # noqa: B008 - immutable
+    ) -> None:
+        check_modes(
+            amsgrad=amsgrad,
+            capturable=capturable,
+            master_weights=master_weights,
+            master_weight_dtype=master_weight_dtype,
+            exp_avg_dtype=exp_avg_dtype,
+            exp_avg_sq_dtype=exp_avg_sq_dtype,
+            numerics=numerics,
+        )
+        if not isinstance(offload, OffloadConfig):
+            raise TypeError(f"offload should be an OffloadConfig, but got {type(offload).__name__}")
+        if set_grad_none is not None:
+            warnings.warn(
+                "set_grad_none is deprecated; use zero_grad(set_to_none=...)", DeprecationWarning, stacklevel=2
+            )
+        # Wrappers set some of these after construction, so they are read where they are used.
+        self.adam_w_mode = adam_w_mode
+        self.capturable = capturable
+        self.master_weights = master_weights
+        self.master_weight_dtype = master_weight_dtype
+        self.exp_avg_dtype = exp_avg_dtype
+        self.exp_avg_sq_dtype = exp_avg_sq_dtype
+        self.use_decoupled_grad = use_decoupled_grad
+        self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype == torch.float32
+        self.set_grad_none = set_grad_none
+        self.numerics = numerics
+        self.offload = offload
+        self.name_to_dtype_map = {
+            "exp_avg": exp_avg_dtype,
+            "exp_avg_sq": exp_avg_sq_dtype,
+            "master_param": master_weight_dtype,
+        }
+        self._hooks = StateHooks(self._wait_for_state, self._write_group_step, self._initialize_entry)
+        self._store = StateStore(offload, self._hooks, self._forms_of)
+        self._planner = Planner(offload)
+        self._closed = False
+        self._failure: str | None = None
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        check_hyperparameters(defaults)
+        super().__init__(params, defaults)
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> StateMapping:
+        """Parameter -> its state; see `StateMapping` and `StateEntry`."""
+        return self._store.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        if value is not self._store.state:
+            self._store.state.clear()
+            self._store.state.update(value)
+
+    def _forms_of(self, param: torch.Tensor) -> dict[str, Form]:
+        entry = self.state[param] if param in self.state else None
+        if entry is not None and entry.extent is not None:
+            return entry.extent.layout.forms
+        forms = {
+            "exp_avg": EXP_AVG_FORMS[self.exp_avg_dtype],
+            "exp_avg_sq": EXP_AVG_SQ_FORMS[self.exp_avg_sq_dtype],
+        }
+        if self.master_weights:
+            remainder = self.store_param_remainders and param.dtype == torch.bfloat16
+            forms["master_param"] = REMAINDER if remainder else MASTER_FORMS[self.master_weight_dtype]
+        return forms
+
+    def _all_params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _params_with_state(self) -> list[torch.Tensor]:
+        """Parameters that a step gives state: all but frozen ones, which have neither a gradient nor need one."""
+        return [p for p in self._all_params() if p.requires_grad or self._grad_of(p) is not None]
+
+    def _initialize_entry(self, param: torch.Tensor) -> None:
+        known = self._params_with_state()
+        if not any(param is other for other in known):
+            known.append(param)
+        check_params([param], "the optimizer")
+        self._store.ensure([param], known)
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool | None = None) -> None:
+        """Gives a parameter its storage: moments zero, master not authoritative until a step, a load or a write.
+
+        Args:
+            param: a parameter of this optimizer.
+            store_param_remainders: if given, must agree with how the optimizer was built for such a parameter.
+
+        Raises:
+            ValueError: if it does not agree.
+        """
+        kept = self.store_param_remainders
+        if store_param_remainders is not None and param.dtype == torch.bfloat16 and self.master_weights:
+            wanted = store_param_remainders and self.master_weight_dtype == torch.float32
+            if wanted != kept:
+                raise ValueError(
+                    f"initialize_state got store_param_remainders={store_param_remainders}, but the optimizer was built "
+                    f"with store_param_remainders={kept}"
+                )
+        if not self.state[param].bound:
+            self._initialize_entry(param)
+
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
+        """One state value of a parameter.
+
+        Args:
+            param: a parameter with state.
+            state_name: ``"exp_avg"``, ``"exp_avg_sq"`` or ``"master_param"``.
+            skip_unscale: return the live view in its stored dtype.
+
+        Returns:
+            Shaped like the parameter, on CPU if offloaded: the live float32 tensor, the live int16 remainder, or a new
+            float32 tensor for narrower forms.
+
+        Raises:
+            KeyError: if there is no such state.
+        """
+        entry = self._entry_with(param, state_name)
+        self._wait_for_state()
+        entry.rehome()
+        if state_name == "master_param":
+            entry.fill_master()
+        return entry.peek(state_name) if skip_unscale else get_unscaled(entry, state_name)
+
+    def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
+        """Writes one state value of a parameter, which becomes authoritative.
+
+        Args:
+            param: a parameter; gets its storage if it has none.
+            state_name: ``"exp_avg"``, ``"exp_avg_sq"`` or ``"master_param"``.
+            unscaled_state: float values shaped like the parameter, int16 for a remainder, on any device.
+
+        Raises:
+            KeyError: if this optimizer keeps no such state.
+            TypeError: for another kind of value.
+            ValueError: for another shape.
+        """
+        self.initialize_state(param)
+        entry = self._entry_with(param, state_name)
+        self._wait_for_state()
+        set_scaled(entry, state_name, unscaled_state)
+
+    def _entry_with(self, param: torch.Tensor, state_name: str) -> StateEntry:
+        entry = self.state[param] if param in self.state else None
+        if entry is None or state_name not in entry:
+            raise KeyError(f"this parameter has no {state_name!r} state")
+        return entry
+
+    def _write_group_step(self, param: torch.Tensor, step: int) -> None:
+        for group in self.param_groups:
+            if any(param is other for other in group["params"]):
+                group["step"] = step
+                return
+        raise KeyError("the parameter is in no group, so its step cannot be set")
+
+    def _wait_for_state(self) -> None:
+        """Waits until the host copy of the state is complete."""
+
+    def reload_model_params(self) -> None:
+        """Takes over parameters that were changed behind the optimizer's back, such as loaded weights.
+
+        A master is refreshed only where the parameter is not its rounding, so calling this after a true resume loses
+        nothing. 16-bit remainders are kept: the master then is within half a bfloat16 step of the new parameter.
+        Moments and step counts stay.
+        """
+        self._wait_for_state()
+        for entry in self.state.values():
+            if entry.master_set and "master_param" in entry and entry.extent is not None:
+                refresh_master(entry)
+
+    # -- groups --------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group, also after training started; its state gets storage of its own.
+
+        Args:
+            param_group: ``params`` and any hyperparameters that differ from the defaults.
+
+        Raises:
+            ValueError: for hyperparameters out of range or parameters given twice.
+            TypeError: for parameters that cannot be updated.
+        """
+        if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (torch.Tensor, set, type(None))):
+            params = list(param_group["params"])
+            param_group = {**param_group, "params": params}
+            tensors = [p[1] if isinstance(p, tuple) else p for p in params]
+            if len({id(param) for param in tensors}) < len(tensors):
+                raise ValueError("some parameters appear more than once in a parameter group")
+            check_params(tensors, f"parameter group {len(self.param_groups)}")
+        if isinstance(param_group, dict):
+            check_hyperparameters({**self.defaults, **param_group})
+            if isinstance(param_group.get("params"), torch.Tensor):
+                check_params([param_group["params"]], f"parameter group {len(self.param_groups)}")
+        super().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops or zeroes the gradients that `step` reads.
+
+        Args:
+            set_to_none: drop them; otherwise they are set to zero in place.
+        """
+        if self.set_grad_none is not None and self.set_grad_none != set_to_none:
+            raise ValueError("set_grad_none of the constructor and set_to_none of zero_grad disagree")
+        if not self.use_decoupled_grad:
+            super().zero_grad(set_to_none)
+            return
+        for param in self._all_params():
+            if set_to_none:
+                param.decoupled_grad = None  # type: ignore[attr-defined]
+            elif getattr(param, "decoupled_grad", None) is not None:
+                param.decoupled_grad.zero_()  # type: ignore[attr-defined]
+
+    def _grad_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+
+    # -- step ----------------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo  # type: ignore[misc]
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Updates all parameters that have a gradient, and their state.
+
+        Args:
+            closure: reevaluates the model and returns the loss; called once, with gradients enabled.
+            **kwargs: ``grad_scaler``, a ``torch.amp.GradScaler`` whose scale and overflow check are applied.
+
+        Returns:
+            The closure's result, or None.
+
+        Raises:
+            RuntimeError: for gradients or parameters that cannot be used; nothing is changed then.
+        """
+        grad_scaler = kwargs.pop("grad_scaler", None)
+        if kwargs:
+            raise TypeError(f"step() got an unexpected keyword argument {next(iter(kwargs))!r}")
+        self._check_usable()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            check_hyperparameters(group, lr_required=True)
+        updates = collect_updates(self.param_groups, self._grad_of)
+        self._check_device(updates)
+        amp = amp_inputs(self, grad_scaler)
+        if amp.skipped_on_host():
+            return loss
+        wanted = self._params_with_state()
+        self._store.ensure(wanted, wanted)
+        self._store.rehome()
+        self._run(updates, amp)
+        return loss
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise RuntimeError("This FusedOffloadAdam was closed; its state is no longer kept.")
+        if self._failure is not None:
+            raise RuntimeError(
+                f"An earlier step failed half-way ({self._failure}), so parameters and state no longer belong together. "
+                "Load a checkpoint into model and optimizer (load_state_dict) to go on."
+            )
+
+    def _check_device(self, updates: Updates) -> None:
+        for param, group in zip(updates.params, updates.groups, strict=True):
+            entry = self.state[param] if param in self.state else None
+            if entry is None or entry.extent is None:
+                continue
+            layout = entry.extent.layout
+            if param.device != layout.device:
+                raise RuntimeError(
+                    f"A parameter of group {group} moved from {layout.device} to {param.device} after it got its state. "
+                    "Move it back, or save a state dict, build a new optimizer and load it."
+                )
+            if param.dtype != layout.param_dtype or param.shape != entry.peek("exp_avg").shape:
+                raise RuntimeError(
+                    f"A parameter of group {group} is {param.dtype} of shape {tuple(param.shape)} now, but its state was "
+                    f"made for {layout.param_dtype} of shape {tuple(entry.peek('exp_avg').shape)}. "
+                    "Drop optimizer.state[param] to start over."
+                )
+        if self.numerics == "te" and any(param.device.type != "cuda" for param in updates.params):
+            raise RuntimeError("numerics='te' reproduces an NVIDIA GPU's fast math; on the CPU use numerics='ieee'")
+
+    def _run(self, updates: Updates, amp: AmpInputs) -> None:
+        entries = [self.state[param] for param in updates.params]
+        plan = self._planner.plan(updates, entries, self._hooks.version)
+        steps = [int(group.get("step", 0)) + 1 for group in self.param_groups]
+        scalars = {
+            index: self._scalars(self.param_groups[index], steps[index]) for index in dict.fromkeys(updates.groups)
+        }
+        grad_scale = amp.grad_scale_on_host()
+        try:
+            for chunk in plan.chunks:
+                run_chunk(chunk, plan, updates, scalars, grad_scale)
+        except BaseException as error:
+            self._failure = f"{type(error).__name__}: {error}"
+            raise
+        for group, step in zip(self.param_groups, steps, strict=True):
+            group["step"] = step
+        self._store.mark_written(updates.params)
+
+    def _scalars(self, group: dict[str, Any], step: int) -> AdamScalars:
+        return adam_scalars(
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=step,
+            bias_corrected=group.get("bias_correction", self.defaults["bias_correction"]),
+            adam_w_mode=self.adam_w_mode,
+        )
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo  # type: ignore[misc]
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state in TransformerEngine's layout.
+
+        Returns:
+            ``{"state": {index: {"exp_avg", "exp_avg_sq"[, "master_param"]}}, "param_groups": [...]}`` with unscaled
+            values. Tensors of float32, bfloat16 and remainders are the live ones on CPU, which the next step changes;
+            block-scaled forms are new float32 tensors. Groups are copies, ``step`` is an int.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        self._check_usable()
+        self._wait_for_state()
+        self._store.rehome()
+        state_dict = checkpoint.pack(self.param_groups, self.state)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            result = post_hook(self, state_dict)
+            state_dict = state_dict if result is None else result
+        return state_dict
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """The optimizer's state in the layout of ``torch.optim.AdamW`` (``Adam`` with ``adam_w_mode=False``).
+
+        Returns:
+            As `state_dict`, with a ``step`` tensor beside each parameter's moments. Master weights are not part of that
+            layout: load the parameters in float32 to keep them.
+        """
+        self._check_usable()
+        self._wait_for_state()
+        self._store.rehome()
+        return checkpoint.pack_for_torch(self.param_groups, self.state, adam_w_mode=self.adam_w_mode)
+
+    @torch._disable_dynamo  # type: ignore[misc]
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over a state dict; values are copied into this optimizer's storage and stored forms.
+
+        Args:
+            state_dict: TransformerEngine's layout (`state_dict`) or torch AdamW's (`torch_state_dict`), tensors on any
+                device. A checkpoint without master weights makes the next step start from the parameters.
+
+        Raises:
+            ValueError: if the state dict does not belong to these groups; names what differs and changes nothing.
+            TypeError: for values that cannot be stored; changes nothing.
+        """
+        if self._closed:
+            self._check_usable()
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            result = pre_hook(self, state_dict)
+            state_dict = state_dict if result is None else result
+        plan = checkpoint.plan_load(state_dict, self.param_groups, self._forms_of, adam_w_mode=self.adam_w_mode)
+        self._wait_for_state()
+        params = plan.params
+        known = self._params_with_state()
+        seen = {id(param) for param in known}
+        self._store.ensure(params, known + [param for param in params if id(param) not in seen])
+        self._store.rehome()
+        checkpoint.apply_load(plan, self.state)
+        self.param_groups = plan.groups
+        self._failure = None
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    # -- resources -----------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Waits until the last step is complete: state in host memory, step counts exact."""
+        self._wait_for_state()
+
+    def release_gpu_memory(self) -> None:
+        """Gives the GPU staging back; the next step takes it again."""
+
+    def memory_report(self) -> MemoryReport:
+        """Bytes that this optimizer holds now, by place and state key."""
+        numel = sum(param.numel() for param, entry in self.state.items() if entry.bound)
+        return memory_report(self._store.extents(), ring_bytes=0, param_numel=numel)
+
+    def close(self) -> None:
+        """Waits, then gives page locks and GPU staging back; the optimizer cannot step any more. Safe to call twice.
+
+        Tensors taken from ``state`` stay readable.
+        """
+        if self._closed:
+            return
+        self.synchronize()
+        self._closed = True
+        self._planner.forget()
+        self._store.close()
+        self.state.clear()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuses to pickle or deep-copy: storage and parameters belong to this process."""
+        raise TypeError(
+            "FusedOffloadAdam cannot be pickled or copied: its state belongs to this process's pinned memory. "
+            "Use state_dict() and load_state_dict() on a new optimizer."
+        )

@@ -1,0 +1,96 @@
+"""Page-locked host memory of the exact size. The only module that registers memory with the driver.
+
+torch's own pinned allocator rounds sizes up to a power of two and keeps freed blocks; optimizer state is the largest
+thing in host memory, so it gets private mappings instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import resource
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from . import cuda_driver
+from .hostmem import check_host_bytes
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; absent from Python's mmap module
+_TOUCH_BYTES = 64 * 2**20
+
+
+class PinnedSlab:
+    """Zero-filled host memory of exactly ``nbytes``, page-locked if asked.
+
+    The memory is a private anonymous mapping, touched by all cores in parallel and registered once, portable to every
+    device of the process. Forked children do not inherit registered memory (data-loader workers would otherwise copy
+    its page tables, and every page that is written afterwards).
+
+    Attributes:
+        bytes: ``[nbytes]`` uint8 on CPU. The memory lives until the last view of it dies, also after `close`.
+        pinned: whether the memory is registered now.
+    """
+
+    def __init__(self, nbytes: int, *, pin: bool) -> None:
+        """Allocates and registers.
+
+        Args:
+            nbytes: size, at least 1.
+            pin: register with the CUDA driver.
+
+        Raises:
+            RuntimeError: if the host has less memory left, or the driver refuses to register it.
+        """
+        check_host_bytes(nbytes)
+        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.pinned = False
+        if pin:
+            self._register(mapping)
+
+    def _register(self, mapping: mmap.mmap) -> None:
+        address, nbytes = self.bytes.data_ptr(), self.bytes.numel()
+        mapping.madvise(mmap.MADV_DONTFORK)
+        _touch(address, nbytes)
+        error = cuda_driver.register_host_memory(address, nbytes)
+        if error is not None:
+            mapping.madvise(mmap.MADV_DOFORK)
+            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+            limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 1e9:.3f} GB"
+            raise RuntimeError(
+                f"The CUDA driver refused to page-lock {nbytes / 1e9:.3f} GB of host memory: {error}. The locked-memory "
+                f"limit (RLIMIT_MEMLOCK) is {limit}. Raise it (ulimit -l unlimited; in containers --ulimit "
+                "memlock=-1), offload less (OffloadConfig.fraction), or set OffloadConfig(pin=False), which is slower."
+            )
+        self.pinned = True
+        self._unregister = weakref.finalize(self, _unregister, address, os.getpid(), mapping)
+
+    def close(self) -> None:
+        """Waits for copies in flight and gives the page locks back. Safe to call twice."""
+        if self.pinned:
+            self.pinned = False
+            self._unregister()
+
+
+def _unregister(address: int, pid: int, mapping: Any) -> None:
+    """Finalizer; holds the mapping so that the memory outlives its registration."""
+    if os.getpid() == pid:  # a forked child has neither the memory nor a usable CUDA context
+        cuda_driver.unregister_host_memory(address)
+
+
+def _touch(address: int, nbytes: int) -> None:
+    """Makes every page resident, by all cores at once: one core zeroes 2-3 GB/s, and registering would use one."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+    def touch_part(offset: int) -> None:
+        size = min(_TOUCH_BYTES, nbytes - offset)
+        if libc.madvise(address + offset, size, _MADV_POPULATE_WRITE) != 0:
+            ctypes.memset(address + offset, 0, size)  # older kernels
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(touch_part, range(0, nbytes, _TOUCH_BYTES)))

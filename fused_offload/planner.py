@@ -1,0 +1,105 @@
+"""Turns a step's updates into chunks, and remembers the plans of recent steps."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from .config import OffloadConfig
+from .plan import Chunk, Segment, chunk_numel, make_plan
+from .state import StateEntry
+from .storage import Extent
+from .updates import Updates
+
+_PLANS_KEPT = 8  # models with idle experts alternate between a few sets of gradients
+
+
+class ChunkKind(NamedTuple):
+    """What the segments of one chunk have in common.
+
+    Attributes:
+        extent: storage of the state.
+        group: index of the parameter group.
+        grad_dtype: dtype of the gradients.
+        init_moments: the moments are still zero everywhere.
+        init_master: the master is still the parameter.
+    """
+
+    extent: Extent
+    group: int
+    grad_dtype: torch.dtype
+    init_moments: bool
+    init_master: bool
+
+
+class StepPlan(NamedTuple):
+    """What one step does.
+
+    Attributes:
+        chunks: streamed chunks, then what is resident; a piece's segment is an index into the step's updates.
+        starts: first element of each update in its extent.
+    """
+
+    chunks: tuple[Chunk, ...]
+    starts: list[int]
+
+
+class Planner:
+    """Makes plans and keeps the most recent ones, by what they were made from."""
+
+    def __init__(self, config: OffloadConfig) -> None:
+        """Keeps the configuration."""
+        self._chunk_bytes = config.chunk_bytes
+        self._plans: OrderedDict[Hashable, StepPlan] = OrderedDict()
+        self._version = -1
+
+    def plan(self, updates: Updates, entries: list[StateEntry], version: int) -> StepPlan:
+        """The plan of one step.
+
+        Args:
+            updates: what has a gradient.
+            entries: state of each update, with its storage.
+            version: changes whenever storage or initial values of any entry did.
+        """
+        if version != self._version:
+            self.forget()
+            self._version = version
+        signature = (tuple(map(id, entries)), tuple(updates.grad_dtypes), tuple(updates.groups))
+        plan = self._plans.get(signature)
+        if plan is None:
+            plan = self._make(updates, entries)
+            self._plans[signature] = plan
+            if len(self._plans) > _PLANS_KEPT:
+                self._plans.popitem(last=False)
+        self._plans.move_to_end(signature)
+        return plan
+
+    def forget(self) -> None:
+        """Drops all plans, and with them their references to storage."""
+        self._plans.clear()
+
+    def _make(self, updates: Updates, entries: list[StateEntry]) -> StepPlan:
+        segments = []
+        for entry, param, group, grad_dtype in zip(
+            entries, updates.params, updates.groups, updates.grad_dtypes, strict=True
+        ):
+            assert entry.extent is not None
+            kind = ChunkKind(entry.extent, group, grad_dtype, not entry.moments_set, not entry.master_set)
+            segments.append(Segment(kind, entry.start, param.numel()))
+        chunks = make_plan(segments, self._capacity)
+        # Resident state goes last: its kernels need no copy, so the link starts with the first chunk that does.
+        ordered = sorted(chunks, key=lambda chunk: _extent_of(chunk).layout.resident)
+        return StepPlan(tuple(ordered), [entry.start for entry in entries])
+
+    def _capacity(self, kind: Any) -> int | None:
+        layout = kind.extent.layout
+        return None if layout.resident else chunk_numel(self._chunk_bytes, layout.block_bytes)
+
+
+def _extent_of(chunk: Chunk) -> Extent:
+    kind = chunk.kind
+    assert isinstance(kind, ChunkKind)
+    return kind.extent

@@ -1,0 +1,53 @@
+"""Where the optimizer's bytes are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from .storage import Extent
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes that an optimizer holds, exactly as allocated.
+
+    Attributes:
+        host_bytes: offloaded state in host memory, per state key, scales and alignment included.
+        resident_bytes: state on the parameters' own device, per state key.
+        ring_bytes: GPU staging of the device's ring, shared by all optimizers of the process.
+        param_numel: elements that have state.
+        pinned: whether all offloaded state is page-locked.
+    """
+
+    host_bytes: dict[str, int] = field(default_factory=dict)
+    resident_bytes: dict[str, int] = field(default_factory=dict)
+    ring_bytes: int = 0
+    param_numel: int = 0
+    pinned: bool = False
+
+
+def memory_report(extents: Iterable[Extent], *, ring_bytes: int, param_numel: int) -> MemoryReport:
+    """Adds up the bytes of extents by state key.
+
+    Args:
+        extents: storage in use.
+        ring_bytes: GPU staging bytes.
+        param_numel: elements that have state.
+    """
+    host: dict[str, int] = {}
+    resident: dict[str, int] = {}
+    slabs = []
+    for extent in extents:
+        bytes_of = host if extent.slab is not None else resident
+        if extent.slab is not None:
+            slabs.append(extent.slab)
+        for key, form in extent.layout.forms.items():
+            bytes_of[key] = bytes_of.get(key, 0) + form.stored_bytes(extent.numel)
+    return MemoryReport(
+        host_bytes=host,
+        resident_bytes=resident,
+        ring_bytes=ring_bytes,
+        param_numel=param_numel,
+        pinned=bool(slabs) and all(slab.pinned for slab in slabs),
+    )

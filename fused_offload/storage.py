@@ -1,0 +1,156 @@
+"""Where state lies: layouts, and extents of consecutive storage with one array per state key."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .kernels.forms import SCALE_BLOCK, Form, Stored
+from .kernels.reference import AdamState
+from .pinned import PinnedSlab
+from .plan import ALIGNMENT
+
+_ARRAY_ALIGNMENT = 256  # bytes; the widest access of any copy or kernel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What parameters whose state lies together have in common; none of it changes between steps.
+
+    Attributes:
+        device: device of the parameters.
+        param_dtype: dtype of the parameters.
+        exp_avg: stored form of the first moment.
+        exp_avg_sq: stored form of the second moment.
+        master_param: stored form of the master weights, or None if the parameter is its own master.
+        resident: whether the state stays on ``device`` instead of in host memory.
+    """
+
+    device: torch.device
+    param_dtype: torch.dtype
+    exp_avg: Form
+    exp_avg_sq: Form
+    master_param: Form | None
+    resident: bool
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        """Stored form of each state key."""
+        forms = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return forms if self.master_param is None else {**forms, "master_param": self.master_param}
+
+    @property
+    def block_bytes(self) -> int:
+        """State bytes of `ALIGNMENT` elements, in the direction that moves more (a float32 parameter's master is only
+        written)."""
+        return self.state_bytes(ALIGNMENT)
+
+    def state_bytes(self, numel: int) -> int:
+        """State bytes of ``numel`` elements, a multiple of `ALIGNMENT`."""
+        return sum(form.stored_bytes(numel) for form in self.forms.values())
+
+    @property
+    def reads_master(self) -> bool:
+        """Whether a step reads ``master_param``; a float32 parameter is its own master even where a copy is kept."""
+        return self.master_param is not None and self.param_dtype != torch.float32
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ARRAY_ALIGNMENT) * _ARRAY_ALIGNMENT
+
+
+class ArrayPlace:
+    """Byte offsets of each key's elements and scales within one block of memory, for a number of elements.
+
+    Attributes:
+        nbytes: bytes in all.
+        data: byte offset of each key's elements.
+        scale: byte offset of each key's scales, for scaled forms.
+    """
+
+    def __init__(self, forms: dict[str, Form], numel: int) -> None:
+        """Places arrays of ``numel`` elements, a multiple of `ALIGNMENT`, one after the other."""
+        self.forms = forms
+        self.numel = numel
+        self.data: dict[str, int] = {}
+        self.scale: dict[str, int] = {}
+        self.nbytes = 0
+        for key, form in forms.items():
+            self.data[key] = self.nbytes
+            self.nbytes += _aligned(numel * form.element_bytes)
+            if form.scaled:
+                self.scale[key] = self.nbytes
+                self.nbytes += _aligned(numel // SCALE_BLOCK * 4)
+
+    def carve(self, memory: torch.Tensor) -> dict[str, Stored]:
+        """Typed views into ``memory``, a uint8 tensor of at least `nbytes`."""
+        stored = {}
+        for key, form in self.forms.items():
+            data = memory[self.data[key] :][: self.numel * form.element_bytes].view(form.dtype)
+            scale = None
+            if form.scaled:
+                scale = memory[self.scale[key] :][: self.numel // SCALE_BLOCK * 4].view(torch.float32)
+            stored[key] = Stored(form, data, scale)
+        return stored
+
+
+class Extent:
+    """Consecutive state of parameters of one layout, zero-filled at first.
+
+    All keys share one block of memory, so every array is a view of a larger storage: checkpoint writers that keep a
+    reference to whole-storage CPU tensors clone these.
+
+    Attributes:
+        layout: what its parameters have in common.
+        numel: elements, a multiple of `ALIGNMENT`.
+        stored: each key's arrays.
+        slab: the host memory behind it, or None if resident on a device.
+    """
+
+    def __init__(self, layout: Layout, numel: int, *, pin: bool) -> None:
+        """Allocates.
+
+        Args:
+            layout: what its parameters have in common.
+            numel: elements, a multiple of `ALIGNMENT`, at least one.
+            pin: page-lock host memory.
+
+        Raises:
+            RuntimeError: if the memory is not to be had.
+        """
+        self.layout = layout
+        self.numel = numel
+        place = ArrayPlace(layout.forms, numel)
+        self.nbytes = place.nbytes
+        self.slab = None if layout.resident else PinnedSlab(place.nbytes, pin=pin)
+        memory = (
+            torch.zeros(place.nbytes, dtype=torch.uint8, device=layout.device)
+            if self.slab is None
+            else self.slab.bytes
+        )
+        self.stored = place.carve(memory)
+
+    def narrow(self, key: str, start: int, numel: int) -> Stored:
+        """One key's elements ``[start, start + numel)``; ``start`` is a multiple of `ALIGNMENT`."""
+        return self.stored[key].narrow(start, numel)
+
+    def state(self, *, init_moments: bool, init_master: bool) -> AdamState:
+        """All of it, as the kernels take it."""
+        return AdamState(
+            self.stored["exp_avg"],
+            self.stored["exp_avg_sq"],
+            self.stored.get("master_param"),
+            init_moments=init_moments,
+            init_master=init_master,
+        )
+
+    def close(self) -> None:
+        """Gives page locks back; views stay readable."""
+        if self.slab is not None:
+            self.slab.close()
+
+
+def state_forms_bytes(numel: int, forms: dict[str, Form]) -> dict[str, int]:
+    """Bytes per state key of ``numel`` elements (padded to `ALIGNMENT` by the caller), scales included."""
+    return {key: form.stored_bytes(numel) for key, form in forms.items()}

@@ -1,0 +1,151 @@
+"""Gives parameters their storage: which layout, host or device, one extent for many parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from .config import OffloadConfig
+from .hostmem import check_host_bytes
+from .kernels.forms import Form
+from .plan import align
+from .state import StateHooks, StateMapping
+from .storage import Extent, Layout
+
+
+class _Place(NamedTuple):
+    param: torch.Tensor  # keeps the id that the place is filed under from being reused
+    extent: Extent
+    start: int
+
+
+class StateStore:
+    """All storage of one optimizer.
+
+    Attributes:
+        state: the mapping behind ``optimizer.state``.
+    """
+
+    def __init__(
+        self, config: OffloadConfig, hooks: StateHooks, forms_of: Callable[[torch.Tensor], dict[str, Form]]
+    ) -> None:
+        """An empty store.
+
+        Args:
+            config: fraction and pinning.
+            hooks: what entries ask of the optimizer.
+            forms_of: stored form of each key for a parameter; asked when a parameter gets its storage.
+        """
+        self.config = config
+        self.state = StateMapping(hooks)
+        self._forms_of = forms_of
+        self._reserved: dict[int, _Place] = {}
+
+    def extents(self) -> list[Extent]:
+        """All extents in use, each once."""
+        found = {id(entry.extent): entry.extent for entry in self.state.values() if entry.extent is not None}
+        found |= {id(place.extent): place.extent for place in self._reserved.values()}
+        return list(found.values())
+
+    def ensure(self, wanted: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
+        """Gives every wanted parameter its storage.
+
+        Storage is laid out for all known parameters at once, in their order, so that state of a layout lies together
+        whatever order the parameters are asked for in.
+
+        Args:
+            wanted: parameters that need storage now.
+            known: all parameters that will need it, in group order, the wanted ones among them.
+
+        Raises:
+            RuntimeError: if the host has too little memory; nothing is changed then.
+        """
+        new = [param for param in wanted if not self._is_bound(param)]
+        if not new:
+            return
+        if any(param.numel() and id(param) not in self._reserved for param in new):
+            self._reserve([param for param in known if not self._is_bound(param)], known)
+        for param in new:
+            place = self._reserved.pop(id(param), None)
+            if place is None:
+                self.state[param].bind(None, 0, self._forms_of(param))
+            else:
+                self.state[param].bind(place.extent, place.start, place.extent.layout.forms)
+
+    def _is_bound(self, param: torch.Tensor) -> bool:
+        return param in self.state and self.state[param].bound
+
+    def _reserve(self, params: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
+        waiting = [param for param in params if param.numel() and id(param) not in self._reserved]
+        layouts = self._layouts(waiting, known)
+        numels: dict[Layout, int] = {}
+        for param, layout in zip(waiting, layouts, strict=True):
+            numels[layout] = numels.get(layout, 0) + align(param.numel())
+        host_bytes = sum(layout.state_bytes(numel) for layout, numel in numels.items() if self._on_host(layout))
+        check_host_bytes(host_bytes)
+        extents: dict[Layout, Extent] = {}
+        try:
+            for layout, numel in numels.items():
+                pin = self.config.pin and layout.device.type == "cuda"
+                extents[layout] = Extent(layout, numel, pin=pin)
+        except BaseException:
+            for extent in extents.values():
+                extent.close()
+            raise
+        filled = dict.fromkeys(numels, 0)
+        for param, layout in zip(waiting, layouts, strict=True):
+            self._reserved[id(param)] = _Place(param, extents[layout], filled[layout])
+            filled[layout] += align(param.numel())
+
+    @staticmethod
+    def _on_host(layout: Layout) -> bool:
+        return not layout.resident or layout.device.type == "cpu"
+
+    def _layouts(self, params: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[Layout]:
+        """Layout of each new parameter; whole parameters are offloaded until ``fraction`` of all state is."""
+        sizes = {id(param): self._state_bytes(param) for param in (*known, *params)}
+        target = self.config.fraction * sum(sizes.values())
+        offloaded = sum(sizes.get(id(param), 0) for param in known if self._is_offloaded(param))
+        layouts = []
+        for param in params:
+            resident = offloaded >= target
+            offloaded += 0 if resident else sizes[id(param)]
+            forms = self._forms_of(param)
+            layouts.append(
+                Layout(
+                    param.device,
+                    param.dtype,
+                    forms["exp_avg"],
+                    forms["exp_avg_sq"],
+                    forms.get("master_param"),
+                    resident,
+                )
+            )
+        return layouts
+
+    def _state_bytes(self, param: torch.Tensor) -> int:
+        return sum(form.stored_bytes(align(param.numel())) for form in self._forms_of(param).values())
+
+    def _is_offloaded(self, param: torch.Tensor) -> bool:
+        if id(param) in self._reserved:
+            return not self._reserved[id(param)].extent.layout.resident
+        extent = self.state[param].extent if param in self.state else None
+        return extent is not None and not extent.layout.resident
+
+    def mark_written(self, params: Sequence[torch.Tensor]) -> None:
+        """Notes that a step wrote the state of these parameters."""
+        for param in params:
+            self.state[param].mark_set()
+
+    def rehome(self) -> None:
+        """Takes back values whose views were pointed elsewhere by a caller."""
+        for entry in self.state.values():
+            if entry.bound:
+                entry.rehome()
+
+    def close(self) -> None:
+        """Gives all page locks back."""
+        for extent in self.extents():
+            extent.close()

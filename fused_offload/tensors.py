@@ -1,0 +1,50 @@
+"""Parameters as flat memory: dense strides, flat views, addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _order(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
+    """Stride and size of every dimension that matters, by ascending stride."""
+    return sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill ``numel`` consecutive places in memory, each once, in whatever order."""
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return True
+    expected = 1
+    for stride, size in _order(tensor.shape, tensor.stride()):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_order(shape: Sequence[int], strides: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether two sets of strides visit memory alike; strides of dimensions of size 1 say nothing."""
+    return all(a == b or size == 1 for size, a, b in zip(shape, strides, other, strict=True))
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """``[numel]`` view of a dense tensor, in memory order, without autograd."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,))
+
+
+def like_memory_of(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """``tensor``, copied to the memory order of ``param`` if it has another."""
+    if tensor.is_contiguous() and param.is_contiguous():
+        return tensor
+    if same_order(param.shape, param.stride(), tensor.stride()):
+        return tensor
+    return torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def shaped(values: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """``[numel]`` values in memory order, seen with the shape and strides of a dense ``param``."""
+    return values.as_strided(param.shape, param.stride())

@@ -1,0 +1,412 @@
+"""The fused Adam kernel and its launcher: one launch updates any number of parameters of one chunk.
+
+Parameters and gradients stay where they are. A table of int64 rows says where: one row per piece (the part of one
+parameter that lies in the chunk), and each program finds its piece by bisection.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .formats import (
+    bf16_to_fp32,
+    join_remainder,
+    load_fp32,
+    load_raw,
+    load_state,
+    split_remainder,
+    store_fp32,
+    store_raw,
+    store_state,
+)
+from .reference import AdamScalars, AdamState
+
+BLOCK_NUMEL = 1024
+"""Elements that one program updates; a multiple of the scale block."""
+
+TABLE_COLUMNS = 5
+"""int64 columns of a table row: first program, parameter address, gradient address, state start, numel.
+
+The addresses are in bytes and point to the piece's first element. The state start is in elements from the state
+pointers and a multiple of 128. First programs are counted from the launch's own program 0.
+"""
+
+
+@triton.jit
+def _fma(a, b, c, NUMERICS: tl.constexpr):
+    if NUMERICS == "te":
+        return tl.inline_asm_elementwise(
+            "fma.rn.ftz.f32 $0, $1, $2, $3;", "=f,f,f,f", [a, b, c], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.fma(a, b, c)
+
+
+@triton.jit
+def _mul(a, b, NUMERICS: tl.constexpr):
+    if NUMERICS == "te":
+        return tl.inline_asm_elementwise(
+            "mul.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return a * b
+
+
+@triton.jit
+def _add(a, b, NUMERICS: tl.constexpr):
+    if NUMERICS == "te":
+        return tl.inline_asm_elementwise(
+            "add.rn.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return a + b
+
+
+@triton.jit
+def _div(a, b, NUMERICS: tl.constexpr):
+    if NUMERICS == "te":
+        return tl.inline_asm_elementwise(
+            "div.approx.ftz.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.div_rn(a, b)
+
+
+@triton.jit
+def _sqrt(a, NUMERICS: tl.constexpr):
+    if NUMERICS == "te":
+        return tl.inline_asm_elementwise(
+            "sqrt.approx.ftz.f32 $0, $1;", "=f,f", [a], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.sqrt_rn(a)
+
+
+@triton.jit
+def _piece_of_program(table_ptr, rows, pid):
+    """The last row whose first program is not after ``pid``."""
+    low = pid * 0
+    high = low + rows
+    while high - low > 1:
+        middle = (low + high) // 2
+        here = tl.load(table_ptr + middle * 5) <= pid
+        low = tl.where(here, middle, low)
+        high = tl.where(here, high, middle)
+    return low
+
+
+@triton.jit
+def _typed_pointer(address, FORM: tl.constexpr, ALIGNED: tl.constexpr):
+    if ALIGNED:
+        address = tl.multiple_of(address, 16)
+    if FORM == "bf16":
+        return address.to(tl.pointer_type(tl.int16))
+    elif FORM == "fp16":
+        return address.to(tl.pointer_type(tl.float16))
+    else:
+        return address.to(tl.pointer_type(tl.float32))
+
+
+@triton.jit
+def _update_block(
+    param_ptr,  # [BLOCK] dtype PARAM (bf16 as int16), updated in place
+    grad_ptr,  # [BLOCK] dtype GRAD (bf16 as int16), only read
+    exp_avg_ptr,  # [.] stored form, updated in place
+    exp_avg_scale_ptr,  # [.] float32 per 128 elements, or None
+    exp_avg_sq_ptr,  # [.] stored form, updated in place
+    exp_avg_sq_scale_ptr,  # [.] float32 per 128 elements, or None
+    master_ptr,  # [.] stored form, updated in place, or None
+    master_scale_ptr,  # [.] float32 per 128 elements, or None
+    start,  # int64, first element of this block in the state
+    numel,  # elements of this block that exist
+    lr,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    weight_decay,
+    bias_correction1,
+    bias_correction2,
+    grad_scale,
+    skip,  # bool, leave everything as it is
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
+    MASTER: tl.constexpr,
+    INIT_MOMENTS: tl.constexpr,
+    INIT_MASTER: tl.constexpr,
+    ADAM_W: tl.constexpr,
+    SCALED_GRAD: tl.constexpr,
+    CAN_SKIP: tl.constexpr,
+    NUMERICS: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    lane = tl.arange(0, BLOCK)
+    mask = lane < numel
+    offsets = start + lane
+    zero = tl.zeros((BLOCK,), tl.float32)
+
+    raw = load_raw(param_ptr, lane, mask, MASKED)
+    if PARAM == "bf16":
+        p_model = bf16_to_fp32(raw)
+    else:
+        p_model = raw.to(tl.float32)
+    if INIT_MASTER or PARAM == "fp32" or MASTER == "none":
+        p = p_model
+    elif MASTER == "remainder":
+        p = join_remainder(raw, load_raw(master_ptr, offsets, mask, MASKED))
+    else:
+        p = load_state(master_ptr, master_scale_ptr, start, numel, offsets, mask, MASTER, MASKED, BLOCK)
+    p_before = p
+
+    g = load_fp32(grad_ptr, lane, mask, GRAD, MASKED)
+    if SCALED_GRAD:
+        g = tl.div_rn(g, zero + grad_scale)
+    if INIT_MOMENTS:
+        m = zero
+        v = zero
+    else:
+        m = load_state(exp_avg_ptr, exp_avg_scale_ptr, start, numel, offsets, mask, EXP_AVG, MASKED, BLOCK)
+        v = load_state(exp_avg_sq_ptr, exp_avg_sq_scale_ptr, start, numel, offsets, mask, EXP_AVG_SQ, MASKED, BLOCK)
+
+    if not ADAM_W:
+        g = _fma(p, zero + weight_decay, g, NUMERICS)
+    m_new = _fma(m, zero + beta1, _mul(g, zero + one_minus_beta1, NUMERICS), NUMERICS)
+    v_new = _fma(v, zero + beta2, _mul(_mul(g, zero + one_minus_beta2, NUMERICS), g, NUMERICS), NUMERICS)
+    root = _sqrt(_div(v_new, zero + bias_correction2, NUMERICS), NUMERICS)
+    update = _div(
+        _div(m_new, zero + bias_correction1, NUMERICS), _add(root, zero + eps, NUMERICS), NUMERICS
+    )
+    if ADAM_W:
+        update = _fma(p, zero + weight_decay, update, NUMERICS)
+    p = _fma(-update, zero + lr, p, NUMERICS)
+
+    if CAN_SKIP:
+        # Only reached with skip set where state was never written: give it its initial value (see _adam_kernel).
+        m_new = tl.where(skip, m, m_new)
+        v_new = tl.where(skip, v, v_new)
+        p = tl.where(skip, p_before, p)
+    store_state(
+        exp_avg_ptr, exp_avg_scale_ptr, start, numel, offsets, m_new, mask, EXP_AVG, False, MASKED, BLOCK
+    )
+    store_state(
+        exp_avg_sq_ptr, exp_avg_sq_scale_ptr, start, numel, offsets, v_new, mask, EXP_AVG_SQ, True, MASKED, BLOCK
+    )
+    if MASTER == "remainder":
+        bits, remainder = split_remainder(p)
+        store_raw(param_ptr, lane, bits, mask, MASKED)
+        store_raw(master_ptr, offsets, remainder, mask, MASKED)
+    else:
+        store_fp32(param_ptr, lane, p, mask, PARAM, MASKED)
+        if MASTER != "none":
+            store_state(master_ptr, master_scale_ptr, start, numel, offsets, p, mask, MASTER, False, MASKED, BLOCK)
+
+
+@triton.jit(do_not_specialize=["rows", "skips_before"])
+def _adam_kernel(
+    table_ptr,  # [rows, 5] int64, see TABLE_COLUMNS
+    rows,
+    exp_avg_ptr,  # [numel] stored form, updated in place
+    exp_avg_scale_ptr,  # [numel / 128] float32 or None, updated in place
+    exp_avg_sq_ptr,  # [numel] stored form, updated in place
+    exp_avg_sq_scale_ptr,  # [numel / 128] float32 or None, updated in place
+    master_ptr,  # [numel] stored form or None, updated in place
+    master_scale_ptr,  # [numel / 128] float32 or None, updated in place
+    lr,
+    lr_ptr,  # [1] any float dtype or None; replaces lr
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    weight_decay,
+    bias_correction1,
+    bias_correction2,
+    corrections_ptr,  # [., 2] float32 or None; row i replaces both bias corrections after i skips
+    skips_ptr,  # [1] int64 or None, steps skipped so far
+    skips_before,  # skips that row 0 of the corrections already counts
+    grad_scale_ptr,  # [1] float32 or None, divides the gradients
+    found_inf_ptr,  # [1] float32 or None; nonzero skips the step
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
+    MASTER: tl.constexpr,
+    INIT_MOMENTS: tl.constexpr,
+    INIT_MASTER: tl.constexpr,
+    ADAM_W: tl.constexpr,
+    NUMERICS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    SCALED_GRAD: tl.constexpr = grad_scale_ptr is not None
+    CAN_SKIP: tl.constexpr = found_inf_ptr is not None
+    # State that no earlier step wrote, or that is written without being read, must be written even by a skipped step:
+    # what the slot holds then is nobody's.
+    WRITE_ON_SKIP: tl.constexpr = INIT_MOMENTS or INIT_MASTER or (PARAM == "fp32" and MASTER != "none")
+
+    pid = tl.program_id(0)
+    row = _piece_of_program(table_ptr, rows, pid)
+    base = table_ptr + row * 5
+    inside = (pid - tl.load(base)).to(tl.int64) * BLOCK
+    param_bytes: tl.constexpr = 4 if PARAM == "fp32" else 2
+    grad_bytes: tl.constexpr = 4 if GRAD == "fp32" else 2
+    param_ptr = _typed_pointer(tl.load(base + 1) + inside * param_bytes, PARAM, ALIGNED)
+    grad_ptr = _typed_pointer(tl.load(base + 2) + inside * grad_bytes, GRAD, ALIGNED)
+    start = tl.multiple_of(tl.load(base + 3) + inside, 128)
+    numel = tl.load(base + 4) - inside
+
+    if lr_ptr is not None:
+        lr = tl.load(lr_ptr).to(tl.float32)
+    grad_scale = 1.0
+    if SCALED_GRAD:
+        grad_scale = tl.load(grad_scale_ptr).to(tl.float32)
+    skip = False
+    if CAN_SKIP:
+        skip = tl.load(found_inf_ptr) != 0.0
+        row_of_step = tl.load(skips_ptr) - skips_before
+        bias_correction1 = tl.load(corrections_ptr + row_of_step * 2)
+        bias_correction2 = tl.load(corrections_ptr + row_of_step * 2 + 1)
+
+    write = True
+    if CAN_SKIP and not WRITE_ON_SKIP:
+        write = not skip
+    if write:
+        if numel >= BLOCK:
+            _update_block(
+                param_ptr, grad_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
+                master_ptr, master_scale_ptr, start, numel, lr, beta1, one_minus_beta1, beta2, one_minus_beta2,
+                eps, weight_decay, bias_correction1, bias_correction2, grad_scale, skip,
+                PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W,
+                SCALED_GRAD, CAN_SKIP, NUMERICS, False, BLOCK,
+            )  # fmt: skip
+        else:
+            _update_block(
+                param_ptr, grad_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
+                master_ptr, master_scale_ptr, start, numel, lr, beta1, one_minus_beta1, beta2, one_minus_beta2,
+                eps, weight_decay, bias_correction1, bias_correction2, grad_scale, skip,
+                PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W,
+                SCALED_GRAD, CAN_SKIP, NUMERICS, True, BLOCK,
+            )  # fmt: skip
+
+
+_FORM_OF_DTYPE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+class AmpSignals(NamedTuple):
+    """Signals of a gradient scaler that the kernel reads on its own device, so that nothing waits for them.
+
+    Attributes:
+        grad_scale: ``[1]`` float32 that divides the gradients, or None.
+        found_inf: ``[1]`` float32, nonzero to skip the step, or None; the rest is None exactly if this is.
+        skips: ``[1]`` int64, steps skipped so far.
+        corrections: ``[., 2]`` float32; row ``skips - skips_before`` holds both bias corrections of this step.
+        skips_before: skips that row 0 of the corrections already counts.
+    """
+
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    skips: torch.Tensor | None = None
+    corrections: torch.Tensor | None = None
+    skips_before: int = 0
+
+
+class LaunchKind(NamedTuple):
+    """What one launch has in common and the kernel knows at compile time, next to the stored forms.
+
+    Attributes:
+        param_dtype: dtype of the parameters.
+        grad_dtype: dtype of the gradients.
+        numerics: ``"ieee"`` or ``"te"`` (NVIDIA GPUs only).
+        aligned: every address in the table is a multiple of 16 bytes.
+    """
+
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    numerics: str = "ieee"
+    aligned: bool = False
+
+
+def programs_of(numel: int) -> int:
+    """Programs that a piece of ``numel`` elements takes."""
+    return -(-numel // BLOCK_NUMEL)
+
+
+def _pointer(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    return tensor.view(torch.int16) if tensor is not None and tensor.dtype == torch.bfloat16 else tensor
+
+
+def _arguments(
+    table: torch.Tensor, rows: int, state: AdamState, scalars: AdamScalars, kind: LaunchKind, amp: AmpSignals
+) -> dict[str, Any]:
+    master = state.master_param
+    lr_on_device = isinstance(scalars.lr, torch.Tensor)
+    return {
+        "table_ptr": table,
+        "rows": rows,
+        "exp_avg_ptr": _pointer(state.exp_avg.data),
+        "exp_avg_scale_ptr": state.exp_avg.scale,
+        "exp_avg_sq_ptr": _pointer(state.exp_avg_sq.data),
+        "exp_avg_sq_scale_ptr": state.exp_avg_sq.scale,
+        "master_ptr": None if master is None else master.data,
+        "master_scale_ptr": None if master is None else master.scale,
+        "lr": 0.0 if lr_on_device else scalars.lr,
+        "lr_ptr": scalars.lr if lr_on_device else None,
+        "beta1": scalars.beta1,
+        "one_minus_beta1": scalars.one_minus_beta1,
+        "beta2": scalars.beta2,
+        "one_minus_beta2": scalars.one_minus_beta2,
+        "eps": scalars.eps,
+        "weight_decay": scalars.weight_decay,
+        "bias_correction1": scalars.bias_correction1,
+        "bias_correction2": scalars.bias_correction2,
+        "corrections_ptr": amp.corrections,
+        "skips_ptr": amp.skips,
+        "skips_before": amp.skips_before,
+        "grad_scale_ptr": amp.grad_scale,
+        "found_inf_ptr": amp.found_inf,
+        "PARAM": _FORM_OF_DTYPE[kind.param_dtype],
+        "GRAD": _FORM_OF_DTYPE[kind.grad_dtype],
+        "EXP_AVG": state.exp_avg.form.name,
+        "EXP_AVG_SQ": state.exp_avg_sq.form.name,
+        "MASTER": "none" if master is None else master.form.name,
+        "INIT_MOMENTS": state.init_moments,
+        "INIT_MASTER": state.init_master,
+        "ADAM_W": scalars.adam_w_mode,
+        "NUMERICS": kind.numerics,
+        "ALIGNED": kind.aligned,
+        "BLOCK": BLOCK_NUMEL,
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
+
+
+def adam_step_(
+    table: torch.Tensor,
+    rows: int,
+    programs: int,
+    state: AdamState,
+    scalars: AdamScalars,
+    kind: LaunchKind,
+    amp: AmpSignals = AmpSignals(),  # noqa: B008 - immutable
+) -> None:
+    """Launches one Adam step of all pieces in the table on the current stream; `reference.adam_step_` specifies it.
+
+    Args:
+        table: ``[>= rows, 5]`` int64 on the parameters' device, see `TABLE_COLUMNS`. Parameters behind its addresses
+            are updated in place, gradients are only read.
+        rows: pieces, at least 1.
+        programs: sum of `programs_of` over the pieces.
+        state: stored state on the parameters' device, updated in place at the rows' state starts.
+        scalars: hyperparameters.
+        kind: dtypes and numerics.
+        amp: gradient scaler's signals on the parameters' device.
+    """
+    _adam_kernel[(programs,)](**_arguments(table, rows, state, scalars, kind, amp))
