@@ -18,6 +18,10 @@ class AmpInputs(NamedTuple):
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
 
+    def on_host(self) -> AmpInputs:
+        """The same on the CPU; waits for a GPU if they are there."""
+        return AmpInputs(*(None if signal is None else signal.cpu() for signal in self))
+
     def skipped_on_host(self) -> bool:
         """Whether the host already knows that the step is skipped; never waits for a GPU."""
         found_inf = self.found_inf

@@ -12,7 +12,7 @@ from . import checkpoint
 from .amp import AmpInputs, amp_inputs
 from .arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS, MASTER_FORMS, check_hyperparameters, check_modes
 from .config import OffloadConfig
-from .cpu_loop import run_chunk
+from .engine import Engine, step_corrections
 from .kernels.forms import REMAINDER, Form
 from .kernels.reference import AdamScalars, adam_scalars
 from .masters import refresh_master
@@ -121,6 +121,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self._hooks = StateHooks(self._wait_for_state, self._write_group_step, self._initialize_entry)
         self._store = StateStore(offload, self._hooks, self._forms_of)
         self._planner = Planner(offload)
+        self._engine = Engine(offload)
+        self._unconfirmed: list[tuple[StateEntry, dict[str, Any]]] = []
         self._closed = False
         self._failure: str | None = None
         defaults = {
@@ -248,7 +250,21 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         raise KeyError("the parameter is in no group, so its step cannot be set")
 
     def _wait_for_state(self) -> None:
-        """Waits until the host copy of the state is complete."""
+        """Waits until the host copy of the state is complete and all skipped steps are known."""
+        self._engine.wait()
+        self._take_in_skips()
+
+    def _take_in_skips(self) -> None:
+        """Corrects step counts by the skips that the host has learned of."""
+        skipped = self._engine.learn_skips()
+        if skipped:
+            for group in self.param_groups:
+                group["step"] = max(0, int(group["step"]) - skipped)
+        if self._unconfirmed and not self._engine.pending_skips():
+            for entry, group in self._unconfirmed:
+                if group["step"] == 0:  # no step was taken yet, so the parameter is still the master
+                    entry.forget_initial_state()
+            self._unconfirmed.clear()
 
     def reload_model_params(self) -> None:
         """Takes over parameters that were changed behind the optimizer's back, such as loaded weights.
@@ -328,6 +344,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         if kwargs:
             raise TypeError(f"step() got an unexpected keyword argument {next(iter(kwargs))!r}")
         self._check_usable()
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("FusedOffloadAdam.step() cannot be captured in a CUDA graph; call it outside the capture")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -337,8 +355,11 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         updates = collect_updates(self.param_groups, self._grad_of)
         self._check_device(updates)
         amp = amp_inputs(self, grad_scaler)
+        if any(param.device.type == "cpu" for param in updates.params):
+            amp = amp.on_host()  # the CPU loop must know now
         if amp.skipped_on_host():
             return loss
+        self._take_in_skips()
         wanted = self._params_with_state()
         self._store.ensure(wanted, wanted)
         self._store.rehome()
@@ -381,16 +402,36 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         scalars = {
             index: self._scalars(self.param_groups[index], steps[index]) for index in dict.fromkeys(updates.groups)
         }
-        grad_scale = amp.grad_scale_on_host()
+        pending = self._engine.pending_skips()
+        corrections = {
+            index: step_corrections(
+                self.param_groups[index], steps[index], pending, corrected=self._bias_corrected(self.param_groups[index])
+            )
+            for index in scalars
+        }
+        launched = False
+
+        def launching() -> None:
+            nonlocal launched
+            launched = True
+            for group, step in zip(self.param_groups, steps, strict=True):
+                group["step"] = step
+
         try:
-            for chunk in plan.chunks:
-                run_chunk(chunk, plan, updates, scalars, grad_scale)
+            self._engine.run(
+                plan, updates, scalars, corrections, amp, numerics=self.numerics, launching=launching
+            )
         except BaseException as error:
-            self._failure = f"{type(error).__name__}: {error}"
+            if launched:
+                self._failure = f"{type(error).__name__}: {error}"
             raise
-        for group, step in zip(self.param_groups, steps, strict=True):
-            group["step"] = step
-        self._store.mark_written(updates.params)
+        new = self._store.mark_written(updates.params)
+        if amp.found_inf is not None and amp.found_inf.device.type != "cpu":
+            group_of = dict(zip(map(id, updates.params), updates.groups, strict=True))
+            self._unconfirmed += [(entry, self.param_groups[group_of[id(entry.param)]]) for entry in new]
+
+    def _bias_corrected(self, group: dict[str, Any]) -> bool:
+        return bool(group.get("bias_correction", self.defaults["bias_correction"]))
 
     def _scalars(self, group: dict[str, Any], step: int) -> AdamScalars:
         return adam_scalars(
@@ -399,7 +440,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             step=step,
-            bias_corrected=group.get("bias_correction", self.defaults["bias_correction"]),
+            bias_corrected=self._bias_corrected(group),
             adam_w_mode=self.adam_w_mode,
         )
 
@@ -475,12 +516,13 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self._wait_for_state()
 
     def release_gpu_memory(self) -> None:
-        """Gives the GPU staging back; the next step takes it again."""
+        """Waits, then gives the GPU staging back; the next step takes it again."""
+        self._engine.release()
 
     def memory_report(self) -> MemoryReport:
         """Bytes that this optimizer holds now, by place and state key."""
         numel = sum(param.numel() for param, entry in self.state.items() if entry.bound)
-        return memory_report(self._store.extents(), ring_bytes=0, param_numel=numel)
+        return memory_report(self._store.extents(), ring_bytes=self._engine.ring_bytes(), param_numel=numel)
 
     def close(self) -> None:
         """Waits, then gives page locks and GPU staging back; the optimizer cannot step any more. Safe to call twice.
@@ -491,6 +533,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             return
         self.synchronize()
         self._closed = True
+        self._engine.close()
         self._planner.forget()
         self._store.close()
         self.state.clear()

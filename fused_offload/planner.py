@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -35,16 +36,23 @@ class ChunkKind(NamedTuple):
     init_master: bool
 
 
-class StepPlan(NamedTuple):
+@dataclass(eq=False)
+class StepPlan:
     """What one step does.
 
     Attributes:
         chunks: streamed chunks, then what is resident; a piece's segment is an index into the step's updates.
         starts: first element of each update in its extent.
+        derived: what a device's pipeline worked out from the plan; lives as long as the plan.
     """
 
     chunks: tuple[Chunk, ...]
     starts: list[int]
+    derived: dict[torch.device, Any] = field(default_factory=dict)
+
+    def chunks_of(self, device: torch.device) -> list[Chunk]:
+        """Chunks of parameters on one device, in order."""
+        return [chunk for chunk in self.chunks if extent_of(chunk).layout.device == device]
 
 
 class Planner:
@@ -91,7 +99,7 @@ class Planner:
             segments.append(Segment(kind, entry.start, param.numel()))
         chunks = make_plan(segments, self._capacity)
         # Resident state goes last: its kernels need no copy, so the link starts with the first chunk that does.
-        ordered = sorted(chunks, key=lambda chunk: _extent_of(chunk).layout.resident)
+        ordered = sorted(chunks, key=lambda chunk: extent_of(chunk).layout.resident)
         return StepPlan(tuple(ordered), [entry.start for entry in entries])
 
     def _capacity(self, kind: Any) -> int | None:
@@ -99,7 +107,8 @@ class Planner:
         return None if layout.resident else chunk_numel(self._chunk_bytes, layout.block_bytes)
 
 
-def _extent_of(chunk: Chunk) -> Extent:
+def extent_of(chunk: Chunk) -> Extent:
+    """Storage of a chunk's state."""
     kind = chunk.kind
     assert isinstance(kind, ChunkKind)
     return kind.extent

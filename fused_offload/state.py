@@ -130,6 +130,11 @@ class StateEntry(dict[str, torch.Tensor]):
         self.moments_set = False
         self._hooks.version += 1
 
+    def forget_initial_state(self) -> None:
+        """Makes the parameter the master again, after a first step that turned out skipped: moments are still zero."""
+        self.moments_set = self.master_set = False
+        self._hooks.version += 1
+
     # -- reading: whoever gets a tensor may read it at once and write into it -----------------------------------
 
     def _hand_out(self) -> None:

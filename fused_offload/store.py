@@ -11,7 +11,7 @@ from .config import OffloadConfig
 from .hostmem import check_host_bytes
 from .kernels.forms import Form
 from .plan import align
-from .state import StateHooks, StateMapping
+from .state import StateEntry, StateHooks, StateMapping
 from .storage import Extent, Layout
 
 
@@ -134,10 +134,13 @@ class StateStore:
         extent = self.state[param].extent if param in self.state else None
         return extent is not None and not extent.layout.resident
 
-    def mark_written(self, params: Sequence[torch.Tensor]) -> None:
-        """Notes that a step wrote the state of these parameters."""
-        for param in params:
-            self.state[param].mark_set()
+    def mark_written(self, params: Sequence[torch.Tensor]) -> list[StateEntry]:
+        """Notes that a step wrote the state of these parameters; returns those whose state was initial before."""
+        entries = [self.state[param] for param in params]
+        new = [entry for entry in entries if not (entry.moments_set and entry.master_set)]
+        for entry in new:
+            entry.mark_set()
+        return new
 
     def rehome(self) -> None:
         """Takes back values whose views were pointed elsewhere by a caller."""

@@ -19,12 +19,16 @@ class Updates(NamedTuple):
         grads: their gradients, in the parameters' memory order.
         groups: index of each parameter's group.
         grad_dtypes: dtype of each gradient.
+        param_addresses: ``[len(params)]`` int64, bytes.
+        grad_addresses: ``[len(params)]`` int64, bytes.
     """
 
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
     groups: list[int]
     grad_dtypes: list[torch.dtype]
+    param_addresses: np.ndarray
+    grad_addresses: np.ndarray
 
 
 def collect_updates(
@@ -40,7 +44,9 @@ def collect_updates(
         TypeError: for what cannot be a parameter or a gradient.
         RuntimeError: for tensors that do not fit together or overlap.
     """
-    updates = Updates([], [], [], [])
+    all_params: list[torch.Tensor] = []
+    all_grads: list[torch.Tensor] = []
+    groups: list[int] = []
     for index, group in enumerate(param_groups):
         params = group["params"]
         check_params(params, f"parameter group {index}")
@@ -50,10 +56,17 @@ def collect_updates(
             continue
         _check_grads([p for p, _ in pairs], [g for _, g in pairs], index)
         pairs = [(p, g) for p, g in pairs if p.numel()]
-        updates.params.extend(p for p, _ in pairs)
-        updates.grads.extend(_in_memory_order(pairs))
-        updates.groups.extend([index] * len(pairs))
-    updates.grad_dtypes.extend(grad.dtype for grad in updates.grads)
+        all_params.extend(p for p, _ in pairs)
+        all_grads.extend(_in_memory_order(pairs))
+        groups.extend([index] * len(pairs))
+    updates = Updates(
+        all_params,
+        all_grads,
+        groups,
+        [grad.dtype for grad in all_grads],
+        _addresses(all_params),
+        _addresses(all_grads),
+    )
     _check_overlap(updates)
     return updates
 
@@ -138,10 +151,12 @@ def _in_memory_order(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tor
     ]  # fmt: skip
 
 
-def _intervals(tensors: list[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    starts = np.fromiter((t.data_ptr() for t in tensors), np.int64, len(tensors))
-    sizes = np.fromiter((t.numel() * t.element_size() for t in tensors), np.int64, len(tensors))
-    return starts, starts + sizes
+def _addresses(tensors: list[torch.Tensor]) -> np.ndarray:
+    return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))
+
+
+def _sizes(tensors: list[torch.Tensor]) -> np.ndarray:
+    return np.fromiter((tensor.nbytes for tensor in tensors), np.int64, len(tensors))
 
 
 def _check_overlap(updates: Updates) -> None:
@@ -151,15 +166,16 @@ def _check_overlap(updates: Updates) -> None:
     """
     if not updates.params:
         return
-    starts, ends = _intervals(updates.params)
-    order = np.argsort(starts, kind="stable")
-    starts, ends = starts[order], ends[order]
+    order = np.argsort(updates.param_addresses, kind="stable")
+    starts = updates.param_addresses[order]
+    ends = starts + _sizes(updates.params)[order]
     if (starts[1:] < ends[:-1]).any():
         raise RuntimeError(
             "Some parameters share memory, so one step would update it twice. Pass each parameter, and each part of a "
             "flat buffer, once."
         )
-    grad_starts, grad_ends = _intervals(updates.grads)
+    grad_starts = updates.grad_addresses
+    grad_ends = grad_starts + _sizes(updates.grads)
     before = np.searchsorted(starts, grad_ends, side="left") - 1  # last parameter that starts before the gradient ends
     if ((before >= 0) & (ends[before] > grad_starts)).any():
         raise RuntimeError("A gradient shares memory with a parameter; gradients are only read, so give it its own.")

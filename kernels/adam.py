@@ -410,3 +410,18 @@ def adam_step_(
         amp: gradient scaler's signals on the parameters' device.
     """
     _adam_kernel[(programs,)](**_arguments(table, rows, state, scalars, kind, amp))
+
+
+def compile_step(
+    table: torch.Tensor, state: AdamState, scalars: AdamScalars, kind: LaunchKind, amp: AmpSignals
+) -> None:
+    """Compiles what `adam_step_` with such arguments would launch, without launching it.
+
+    Args:
+        table: any int64 tensor on the device.
+        state: state of the forms to compile for.
+        scalars: only ``adam_w_mode`` and whether ``lr`` is a tensor matter.
+        kind: dtypes and numerics.
+        amp: only what is None matters.
+    """
+    _adam_kernel.warmup(**_arguments(table, 1, state, scalars, kind, amp), grid=(1,))

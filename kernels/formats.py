@@ -31,8 +31,8 @@ def join_remainder(param_bits, remainder):
 
 @triton.jit
 def split_remainder(master):
-    """Int16 bf16 bits and int16 remainder of a float32 master; the inverse of `join_remainder`."""
-    bits = master.to(tl.int32, bitcast=True)
+    """Int16 bf16 bits and int16 remainder of a float32 master; `forms.split_remainder_` is the specification."""
+    bits = tl.where(master != master, 0x7FC00000, master.to(tl.int32, bitcast=True))
     remainder = bits.to(tl.int16)
     return ((bits >> 16) + (remainder < 0).to(tl.int32)).to(tl.int16), remainder
 
@@ -116,7 +116,8 @@ def store_state(
         # Padding, infinities and NaNs have no say in the scale of their neighbours.
         magnitude = tl.where(mask & (magnitude < float("inf")), magnitude, 0.0)
         absmax = tl.max(tl.reshape(magnitude, (rows, 128)), axis=1)
-        exponent = tl.maximum((absmax.to(tl.int32, bitcast=True) >> 23) - 14, 1)
+        # Half an fp16 ulp more, so that the scale is that of the rounded maximum.
+        exponent = tl.maximum(((absmax.to(tl.int32, bitcast=True) + 0x1000) >> 23) - 14, 1)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
         scaled = tl.reshape(tl.reshape(values, (rows, 128)) * inverse[:, None], (BLOCK,))

@@ -12,7 +12,8 @@ import torch
 SCALE_BLOCK = 128
 """Elements that share one scale. Segments start at multiples of it, so no chunking ever splits a scale block."""
 
-_FP16_TOP_EXPONENT = 14  # a block's largest magnitude lands in [2^14, 2^15): below fp16's 65504 with room to round up
+_FP16_TOP_EXPONENT = 14  # a block's largest magnitude, rounded to fp16, lands in [2^14, 2^15): below fp16's 65504
+_HALF_FP16_ULP = 0x1000  # in the bits of an fp32 number: adding it carries into the exponent where rounding would
 _FP16_SMALLEST = 2.0**-24  # smallest positive fp16 number
 
 
@@ -72,10 +73,13 @@ class Stored(NamedTuple):
 
 
 def _block_scales(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Power-of-two scale of each row of ``[blocks, SCALE_BLOCK]`` fp32 values, and its exact reciprocal."""
+    """Power-of-two scale of each row of ``[blocks, SCALE_BLOCK]`` fp32 values, and its exact reciprocal.
+
+    The scale is that of the largest magnitude after rounding, so that decoded values encode to the same bits again.
+    """
     # Infinities and NaNs keep their own value and must not cost their neighbours theirs.
     absmax = torch.where(torch.isfinite(values), values.abs(), 0.0).amax(dim=1)
-    exponent = ((absmax.view(torch.int32) >> 23) - _FP16_TOP_EXPONENT).clamp_(min=1)
+    exponent = (((absmax.view(torch.int32) + _HALF_FP16_ULP) >> 23) - _FP16_TOP_EXPONENT).clamp_(min=1)
     return (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)
 
 
@@ -156,8 +160,9 @@ def split_remainder_(param: torch.Tensor, remainder: torch.Tensor, master: torch
     Args:
         param: ``[numel]`` bfloat16, updated in place.
         remainder: ``[numel]`` int16, updated in place.
-        master: ``[numel]`` float32.
+        master: ``[numel]`` float32. Every NaN becomes 0x7FC00000: a GPU's 0x7FFFFFFF would round up to the parameter
+            -0.0, and the NaN would be seen by nobody.
     """
-    bits = master.view(torch.int32)
+    bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
     remainder.copy_(bits)  # int32 -> int16 keeps the low half
     param.view(torch.int16).copy_((bits >> 16) + (remainder < 0))

@@ -1,0 +1,135 @@
+"""Runs a plan on whatever devices its parameters live on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .amp import AmpInputs
+from .config import OffloadConfig
+from .cpu_loop import run_chunk
+from .kernels.reference import AdamScalars, bias_correction
+from .planner import StepPlan, extent_of
+from .updates import Updates
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
+
+_CPU = torch.device("cpu")
+
+
+class Engine:
+    """One pipeline per CUDA device, made when the first parameter on it is stepped, and a loop for the CPU."""
+
+    def __init__(self, config: OffloadConfig) -> None:
+        """Takes no memory yet."""
+        self._config = config
+        self._pipelines: dict[torch.device, Pipeline] = {}
+
+    def run(
+        self,
+        plan: StepPlan,
+        updates: Updates,
+        scalars: Mapping[int, AdamScalars],
+        corrections: Mapping[int, list[tuple[float, float]]],
+        amp: AmpInputs,
+        *,
+        numerics: str,
+        launching: Callable[[], None],
+    ) -> None:
+        """Enqueues one step.
+
+        Args:
+            plan: the step's plan.
+            updates: what has a gradient.
+            scalars: hyperparameters of each group.
+            corrections: per group both bias corrections by the number of pending steps that turn out skipped.
+            amp: a gradient scaler's signals.
+            numerics: ``"ieee"`` or ``"te"``.
+            launching: called when everything that can fail is done, right before the first change.
+        """
+        devices = sorted({extent_of(chunk).layout.device for chunk in plan.chunks} - {_CPU}, key=str)
+        with contextlib.ExitStack() as stack:
+            prepared = []
+            for device in devices:
+                pipeline = self._pipeline(device)
+                stack.enter_context(pipeline.locked())
+                step = pipeline.prepare(
+                    plan,
+                    updates,
+                    scalars,
+                    corrections,
+                    numerics=numerics,
+                    grad_scale=_on_device(amp.grad_scale, device),
+                    found_inf=_on_device(amp.found_inf, device),
+                )
+                prepared.append((pipeline, step))
+            launching()
+            for pipeline, step in prepared:
+                with torch.cuda.device(pipeline.queues.device):
+                    pipeline.run(step)
+        cpu_chunks = plan.chunks_of(_CPU)
+        grad_scale = amp.grad_scale_on_host() if cpu_chunks else None
+        for chunk in cpu_chunks:
+            run_chunk(chunk, plan, updates, scalars, grad_scale)
+
+    def _pipeline(self, device: torch.device) -> Pipeline:
+        if device not in self._pipelines:
+            from .pipeline import Pipeline  # needs Triton, which parameters on the CPU do not
+
+            self._pipelines[device] = Pipeline(device, self._config)
+        return self._pipelines[device]
+
+    def pending_skips(self) -> int:
+        """Steps of which the host does not know yet whether the device skipped them."""
+        return max((pipeline.skips.pending for pipeline in self._pipelines.values()), default=0)
+
+    def learn_skips(self) -> int:
+        """Skipped steps that the host learns of now, without waiting unless it is far ahead.
+
+        All devices see the same signal, so each learns the same.
+        """
+        return max((pipeline.skips.learn(room=True) for pipeline in self._pipelines.values()), default=0)
+
+    def wait(self) -> None:
+        """Waits on the host until all state is written back."""
+        for pipeline in self._pipelines.values():
+            pipeline.wait()
+
+    def release(self) -> None:
+        """Gives the staging of all devices back."""
+        for pipeline in self._pipelines.values():
+            pipeline.queues.release()
+
+    def close(self) -> None:
+        """Waits and drops everything on the devices."""
+        self.wait()
+        self._pipelines.clear()
+
+    def ring_bytes(self) -> int:
+        """GPU staging bytes of the devices in use."""
+        return sum(pipeline.queues.ring.nbytes for pipeline in self._pipelines.values())
+
+
+def step_corrections(group: Mapping[str, Any], step: int, pending: int, *, corrected: bool) -> list[tuple[float, float]]:
+    """Both bias corrections of a step, for each number of pending steps that may turn out skipped.
+
+    Args:
+        group: a parameter group.
+        step: number of the step if none is.
+        pending: steps whose outcome is unknown.
+        corrected: whether the moments are corrected at all.
+    """
+    if not corrected:
+        return [(1.0, 1.0)] * (pending + 1)
+    beta1, beta2 = group["betas"]
+    counts = [max(1, step - skipped) for skipped in range(pending + 1)]
+    return [(bias_correction(beta1, count), bias_correction(beta2, count)) for count in counts]
+
+
+def _on_device(signal: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+    """A signal of a gradient scaler on a device; one on the CPU was obeyed already or is copied."""
+    return None if signal is None else signal.to(device, non_blocking=True)

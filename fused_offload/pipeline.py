@@ -1,0 +1,407 @@
+"""Runs a plan through the ring: the only module with streams and events.
+
+::
+
+    grads --> for chunk i, slot s = i mod depth
+                prefetch    H2D stream:     wait slot.written_back; copy slab -> slot
+                compute     current stream: wait prefetch; one kernel reads gradients, updates parameters and slot
+                write-back  D2H stream:     wait compute; copy slot -> slab
+
+Our own streams carry copies only. Kernels run on the caller's current stream: gradients that are freed after the step
+are safe, and parameters are final for whatever the caller enqueues next. Nothing here waits on the host.
+
+[Note: slot reuse] A slot is overwritten only after its own ``written_back``. The event stays with the slot, so this
+holds across steps and across optimizers that share the ring.
+
+[Note: next step reads what this one wrote] The H2D stream waits for the last write-back of the same optimizer's
+previous step before its first copy. The D2H stream is in order, so that event covers every range.
+
+[Note: host readers synchronise] ``state``, ``state_dict``, ``load_state_dict`` and ``get_unscaled_state`` call
+`Pipeline.wait` before they touch a slab.
+
+[Note: lifetime] Slabs and slots outlive every copy: slots belong to the ring, which is released only after both copy
+streams are idle, and slabs wait for the device before they are unregistered. So nothing needs ``record_stream``, and a
+steady step allocates nothing.
+
+[Note: grads are inputs] The kernel never writes a gradient.
+
+[Note: all or nothing] Whatever can fail (checks, the ring, the table's memory, compilation) happens in
+`Pipeline.prepare`, before the first launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from . import cuda_driver
+from .config import OffloadConfig
+from .kernels import adam
+from .kernels.adam import AmpSignals, LaunchKind
+from .kernels.reference import AdamScalars, AdamState
+from .plan import Chunk
+from .planner import ChunkKind, StepPlan
+from .skips import SkipCounter
+from .staging import RingNeed, Slot, StagingRing
+from .table import AddressTable, ChunkRows
+from .transfers import ChunkTransfer, Copy, chunk_transfer, slot_state
+from .upload import UploadBuffer
+from .updates import Updates
+
+Event = Any
+
+
+class StreamOps(Protocol):
+    """What the pipeline asks of a device: three in-order queues, events between them, copies.
+
+    Attributes:
+        compute: the caller's current stream.
+        h2d: copies from slabs to slots.
+        d2h: copies from slots to slabs.
+    """
+
+    compute: Any
+    h2d: Any
+    d2h: Any
+
+    def record(self, stream: Any) -> Event:
+        """An event that completes with everything enqueued on ``stream`` so far."""
+
+    def wait(self, stream: Any, event: Event) -> None:
+        """Holds back what is enqueued on ``stream`` from now on until ``event`` completes."""
+
+    def copy_to_device(self, slot: Slot, copies: Sequence[Copy]) -> None:
+        """Enqueues copies on ``h2d``."""
+
+    def copy_to_host(self, slot: Slot, copies: Sequence[Copy]) -> None:
+        """Enqueues copies on ``d2h``."""
+
+
+class StreamedChunk(NamedTuple):
+    """One chunk, ready to go.
+
+    Attributes:
+        transfer: its copies.
+        launch: enqueues its kernel on the compute stream, on the state in a slot of this index.
+    """
+
+    transfer: ChunkTransfer
+    launch: Callable[[int], None]
+
+
+def stream_chunks(
+    chunks: Sequence[StreamedChunk], slots: Sequence[Slot], ops: StreamOps, previous: Event | None
+) -> Event | None:
+    """Enqueues prefetch, kernel and write-back of every chunk.
+
+    Args:
+        chunks: chunks in order.
+        slots: the ring's slots.
+        ops: queues of the device.
+        previous: last write-back of the previous step.
+
+    Returns:
+        Event of the last write-back, or ``previous`` if there is no chunk.
+    """
+    if chunks and previous is not None:
+        ops.wait(ops.h2d, previous)  # [Note: next step reads what this one wrote]
+    for index, chunk in enumerate(chunks):
+        slot = slots[index % len(slots)]
+        if slot.written_back is not None:
+            ops.wait(ops.h2d, slot.written_back)  # [Note: slot reuse]
+        ops.copy_to_device(slot, chunk.transfer.to_device)
+        loaded = ops.record(ops.h2d)
+
+        ops.wait(ops.compute, loaded)
+        chunk.launch(index % len(slots))
+        computed = ops.record(ops.compute)
+
+        ops.wait(ops.d2h, computed)
+        ops.copy_to_host(slot, chunk.transfer.to_host)
+        previous = slot.written_back = ops.record(ops.d2h)
+    return previous
+
+
+class DeviceQueues:
+    """Copy streams and ring of one device, shared by all optimizers of the process, dropped with the last of them.
+
+    Attributes:
+        device: a CUDA device.
+        ring: the device's staging.
+    """
+
+    _of_device: weakref.WeakValueDictionary[torch.device, DeviceQueues] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceQueues:
+        """The queues of a device."""
+        queues = cls._of_device.get(device)
+        if queues is None:
+            queues = cls._of_device[device] = cls(device)
+        return queues
+
+    def __init__(self, device: torch.device) -> None:
+        """Creates the streams."""
+        self.device = device
+        self.ring = StagingRing(device)
+        self.h2d = torch.cuda.Stream(device)
+        self.d2h = torch.cuda.Stream(device)
+
+    def synchronize(self) -> None:
+        """Waits on the host for all copies."""
+        self.h2d.synchronize()
+        self.d2h.synchronize()
+
+    def require(self, user: Any, need: RingNeed) -> None:
+        """Makes the ring cover a need; see `StagingRing.require`."""
+        if self.ring.slots and (
+            need.depth > len(self.ring.slots) or need.slot_bytes > self.ring.slots[0].memory.numel()
+        ):
+            self.synchronize()  # [Note: lifetime]
+        if self.ring.require(user, need):
+            # The allocator may reuse memory that work on the current stream still reads.
+            self.h2d.wait_stream(torch.cuda.current_stream(self.device))
+
+    def release(self) -> None:
+        """Gives the ring's memory back once no copy and no kernel uses it."""
+        with self.ring.lock:
+            torch.cuda.synchronize(self.device)  # [Note: lifetime]
+            self.ring.release()
+
+
+class CudaOps:
+    """`StreamOps` on a real device; lives for one step."""
+
+    def __init__(self, queues: DeviceQueues) -> None:
+        """Takes the caller's current stream as the compute stream."""
+        self.compute = torch.cuda.current_stream(queues.device)
+        self.h2d = queues.h2d
+        self.d2h = queues.d2h
+
+    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Records a new event."""
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """Makes a stream wait for an event."""
+        stream.wait_event(event)
+
+    def copy_to_device(self, slot: Slot, copies: Sequence[Copy]) -> None:
+        """Enqueues copies from slabs to a slot."""
+        base, stream = slot.memory.data_ptr(), self.h2d.cuda_stream
+        for copy in copies:
+            cuda_driver.copy_to_device_async(base + copy.slot_offset, copy.host_address, copy.nbytes, stream)
+
+    def copy_to_host(self, slot: Slot, copies: Sequence[Copy]) -> None:
+        """Enqueues copies from a slot to slabs."""
+        base, stream = slot.memory.data_ptr(), self.d2h.cuda_stream
+        for copy in copies:
+            cuda_driver.copy_to_host_async(copy.host_address, base + copy.slot_offset, copy.nbytes, stream)
+
+
+class _DevicePlan:
+    """What the pipeline works out once per plan and device."""
+
+    def __init__(self, plan: StepPlan, chunks: list[Chunk], updates: Updates) -> None:
+        self.table = AddressTable(plan, chunks, updates, adam.BLOCK_NUMEL)
+        self.kinds: list[ChunkKind] = []
+        self.transfers: list[ChunkTransfer | None] = []
+        for chunk in chunks:
+            kind = chunk.kind
+            assert isinstance(kind, ChunkKind)
+            self.kinds.append(kind)
+            self.transfers.append(None if kind.extent.layout.resident else chunk_transfer(chunk, kind))
+        self.slot_bytes = max((transfer.place.nbytes for transfer in self.transfers if transfer), default=0)
+        self._states: dict[Any, AdamState] = {}
+        self._generation = -1
+
+    def state(self, index: int, slot_index: int, ring: StagingRing) -> AdamState:
+        """State of a chunk as the kernel takes it; full chunks of a kind share the same views."""
+        kind, transfer = self.kinds[index], self.transfers[index]
+        if self._generation != ring.generation:
+            self._states.clear()
+            self._generation = ring.generation
+        key = (kind, None) if transfer is None else (kind, transfer.place.numel, slot_index)
+        state = self._states.get(key)
+        if state is None:
+            if transfer is None:
+                state = kind.extent.state(init_moments=kind.init_moments, init_master=kind.init_master)
+            else:
+                state = slot_state(ring.slots[slot_index], transfer.place, kind)
+            self._states[key] = state
+        return state
+
+
+class PreparedStep(NamedTuple):
+    """A step of which everything that can fail is done.
+
+    Attributes:
+        plan: the device's plan.
+        launch: ``(chunk index, slot index)``, enqueues that chunk's kernel.
+        params: parameters that the step changes.
+        found_inf: signal to count a skip by, or None.
+    """
+
+    plan: _DevicePlan
+    launch: Callable[[int, int], None]
+    params: list[torch.Tensor]
+    found_inf: torch.Tensor | None
+
+
+class Pipeline:
+    """Steps of one optimizer on one device.
+
+    Attributes:
+        queues: what it shares with other optimizers.
+        skips: counts steps that the device skipped.
+    """
+
+    def __init__(self, device: torch.device, config: OffloadConfig) -> None:
+        """Takes no GPU memory yet."""
+        self.queues = DeviceQueues.of(device)
+        self.skips = SkipCounter(device)
+        self._depth = config.depth
+        self._upload = UploadBuffer(device)
+        self._compiled: set[Any] = set()
+        self._written_back: torch.cuda.Event | None = None
+        self._computed: torch.cuda.Event | None = None
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Holds the ring and makes the device current for one step."""
+        with self.queues.ring.lock, torch.cuda.device(self.queues.device):
+            yield
+
+    def prepare(
+        self,
+        plan: StepPlan,
+        updates: Updates,
+        scalars: Mapping[int, AdamScalars],
+        corrections: Mapping[int, list[tuple[float, float]]],
+        *,
+        numerics: str,
+        grad_scale: torch.Tensor | None,
+        found_inf: torch.Tensor | None,
+    ) -> PreparedStep:
+        """Does everything of a step that can fail. The caller holds `locked` until `run`.
+
+        Args:
+            plan: the step's plan.
+            updates: what has a gradient.
+            scalars: hyperparameters of each group.
+            corrections: per group both bias corrections by the number of pending steps that turn out skipped.
+            numerics: ``"ieee"`` or ``"te"``.
+            grad_scale: one-element tensor on this device, or None.
+            found_inf: one-element tensor on this device, or None.
+        """
+        device = self.queues.device
+        device_plan = plan.derived.get(device)
+        if device_plan is None:
+            device_plan = plan.derived[device] = _DevicePlan(plan, plan.chunks_of(device), updates)
+        if device_plan.slot_bytes:
+            self.queues.require(self, RingNeed(self._depth, device_plan.slot_bytes))
+        aligned = device_plan.table.fill(updates)
+        ops = CudaOps(self.queues)
+        if self._computed is not None:  # the table of the previous step may still be read, on another current stream
+            ops.wait(ops.compute, self._computed)
+        table, correction_rows = self._upload.send(
+            device_plan.table,
+            corrections if found_inf is not None else {},
+            ops.compute.cuda_stream,
+            lambda: ops.record(ops.compute),
+        )
+        signals = self._signals(grad_scale, found_inf, correction_rows)
+
+        def launch(index: int, slot_index: int) -> None:
+            rows = device_plan.table.chunks[index]
+            arguments = self._arguments(device_plan, index, slot_index, updates, scalars, signals, numerics, aligned)
+            adam.adam_step_(table[rows.first :], rows.rows, rows.programs, *arguments)
+
+        for index in range(len(device_plan.kinds)):
+            arguments = self._arguments(device_plan, index, 0, updates, scalars, signals, numerics, aligned)
+            self._compile(table, *arguments)
+        return PreparedStep(device_plan, launch, updates.params, found_inf)
+
+    def _signals(
+        self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None, rows: Mapping[int, torch.Tensor]
+    ) -> dict[int | None, AmpSignals]:
+        """Signals of each group; None for groups without corrections."""
+        if found_inf is None:
+            return {None: AmpSignals(grad_scale)}
+        return {
+            group: AmpSignals(grad_scale, found_inf, self.skips.on_device(), corrections, self.skips.known)
+            for group, corrections in rows.items()
+        }
+
+    @staticmethod
+    def _launch_kind(kind: ChunkKind, numerics: str, aligned: bool) -> LaunchKind:
+        return LaunchKind(kind.extent.layout.param_dtype, kind.grad_dtype, numerics, aligned)
+
+    def _arguments(
+        self,
+        device_plan: _DevicePlan,
+        index: int,
+        slot_index: int,
+        updates: Updates,
+        scalars: Mapping[int, AdamScalars],
+        signals: Mapping[int | None, AmpSignals],
+        numerics: str,
+        aligned: Sequence[bool],
+    ) -> tuple[AdamState, AdamScalars, LaunchKind, AmpSignals]:
+        kind = device_plan.kinds[index]
+        return (
+            device_plan.state(index, slot_index, self.queues.ring),
+            scalars[kind.group],
+            self._launch_kind(kind, numerics, aligned[index]),
+            signals[kind.group] if kind.group in signals else signals[None],
+        )
+
+    def _compile(
+        self, table: torch.Tensor, state: AdamState, scalars: AdamScalars, kind: LaunchKind, signals: AmpSignals
+    ) -> None:
+        lr_dtype = scalars.lr.dtype if isinstance(scalars.lr, torch.Tensor) else None
+        forms = tuple(stored.form if stored is not None else None for stored in state[:3])
+        key = (
+            (forms, state.init_moments, state.init_master, scalars.adam_w_mode, lr_dtype, kind),
+            (signals.grad_scale is None, signals.found_inf is None),
+        )
+        if key not in self._compiled:
+            adam.compile_step(table, state, scalars, kind, signals)
+            self._compiled.add(key)
+
+    def run(self, step: PreparedStep) -> None:
+        """Enqueues a prepared step."""
+        plan = step.plan
+        ops = CudaOps(self.queues)
+        streamed = [
+            StreamedChunk(transfer, _bind(step.launch, index))
+            for index, transfer in enumerate(plan.transfers)
+            if transfer is not None
+        ]
+        self._written_back = stream_chunks(streamed, self.queues.ring.slots, ops, self._written_back)
+        for index, transfer in enumerate(plan.transfers):
+            if transfer is None:
+                step.launch(index, 0)
+        if step.found_inf is not None:
+            self.skips.count(step.found_inf, lambda: ops.record(ops.compute))
+        self._computed = ops.record(ops.compute)
+        # The kernel writes through raw addresses; autograd must still notice that saved parameters changed.
+        torch.autograd.graph.increment_version(step.params)
+
+    def wait(self) -> None:
+        """Waits on the host until all state of this optimizer is written back."""
+        if self._written_back is not None:
+            self._written_back.synchronize()  # [Note: host readers synchronise]
+        if self._computed is not None:
+            self._computed.synchronize()  # resident state is read by the host too
+        self.skips.wait()
+
+
+def _bind(launch: Callable[[int, int], None], index: int) -> Callable[[int], None]:
+    return lambda slot_index: launch(index, slot_index)

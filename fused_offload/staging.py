@@ -1,0 +1,120 @@
+"""GPU staging: one ring of slots per device, shared by all optimizers of the process."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+
+_SLOT_ALIGNMENT = 512  # bytes
+
+
+class RingNeed(NamedTuple):
+    """What one optimizer needs of its device's ring.
+
+    Attributes:
+        depth: slots.
+        slot_bytes: bytes of a slot.
+    """
+
+    depth: int
+    slot_bytes: int
+
+
+class Slot:
+    """GPU staging of one chunk in flight.
+
+    Attributes:
+        memory: ``[slot_bytes]`` uint8 on the device.
+        written_back: event after which the slot may be overwritten, or None if it was never used.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        """A slot that nobody used yet."""
+        self.memory = memory
+        self.written_back: Any = None
+
+
+class StagingRing:
+    """``depth`` slots of raw GPU memory, sized to the largest need of any living user.
+
+    Grown only when a user brings a larger need, which is before its first launch; never in a steady step.
+
+    Attributes:
+        device: where the slots are.
+        slots: the slots, empty while nobody needs them.
+        lock: held by whoever has slots in use: from a step's first enqueued operation to its last.
+        generation: counts allocations; views of older slots are stale.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """A ring without memory."""
+        self.device = device
+        self.slots: list[Slot] = []
+        self.lock = threading.RLock()
+        self.generation = 0
+        self._needs: weakref.WeakKeyDictionary[Any, RingNeed] = weakref.WeakKeyDictionary()
+
+    @property
+    def nbytes(self) -> int:
+        """GPU bytes that the ring holds now."""
+        return sum(slot.memory.numel() for slot in self.slots)
+
+    def require(self, user: Any, need: RingNeed) -> bool:
+        """Makes sure that the ring covers a user's need, allocating on the current stream if it does not.
+
+        The caller holds the lock and has waited for all copies if `would_grow` said so.
+
+        Args:
+            user: whose need it is; forgotten when it dies.
+            need: slots and bytes.
+
+        Returns:
+            Whether memory was allocated: the copy streams must then wait for the current stream.
+
+        Raises:
+            RuntimeError: if the GPU has too little memory; names the need and the smallest ring that fits.
+        """
+        slot_bytes = -(-need.slot_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+        self._needs[user] = RingNeed(need.depth, slot_bytes)
+        if not self.would_grow():
+            return False
+        depth, slot_bytes = self._wanted()
+        self.slots = []
+        try:
+            memory = torch.empty(depth * slot_bytes, dtype=torch.uint8, device=self.device)
+        except torch.OutOfMemoryError as error:
+            self._needs.pop(user, None)
+            raise RuntimeError(self._too_large(depth, slot_bytes)) from error
+        self.slots = [Slot(memory[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(depth)]
+        self.generation += 1
+        return True
+
+    def would_grow(self) -> bool:
+        """Whether the known needs exceed what is allocated."""
+        wanted = self._wanted()
+        return len(self.slots) < wanted.depth or self.slots[0].memory.numel() < wanted.slot_bytes
+
+    def _wanted(self) -> RingNeed:
+        needs = list(self._needs.values())
+        return RingNeed(max(need.depth for need in needs), max(need.slot_bytes for need in needs))
+
+    def _too_large(self, depth: int, slot_bytes: int) -> str:
+        free, _ = torch.cuda.mem_get_info(self.device)
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        smaller = free // 2 // 2**20 * 2**20
+        advice = (
+            f"OffloadConfig(depth=2, chunk_bytes={smaller}) is the largest ring of two slots that fits"
+            if smaller >= 2**20
+            else "Free GPU memory first"
+        )
+        return (
+            f"The staging ring on {self.device} needs {depth} slots of {slot_bytes} bytes ({depth * slot_bytes} bytes), "
+            f"but about {free} bytes are free. {advice}; one slot of one block of 128 elements always works, slowly."
+        )
+
+    def release(self) -> None:
+        """Drops the memory; the caller holds the lock and has waited for all copies."""
+        self.slots = []

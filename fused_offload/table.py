@@ -1,0 +1,93 @@
+"""The address table of a step: where each piece's parameter and gradient are now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from .plan import Chunk
+from .planner import ChunkKind, StepPlan
+from .updates import Updates
+
+_VECTOR_BYTES = 16  # the widest access of the kernel
+
+
+class ChunkRows(NamedTuple):
+    """Part of the table that one chunk's launch reads.
+
+    Attributes:
+        first: first row.
+        rows: number of rows.
+        programs: programs of the launch.
+    """
+
+    first: int
+    rows: int
+    programs: int
+
+
+class AddressTable:
+    """Rows of all chunks of a plan, in their order; only the addresses change from step to step.
+
+    Attributes:
+        chunks: rows of each chunk.
+        rows: ``[rows, 5]`` int64, see `kernels.adam.TABLE_COLUMNS`.
+    """
+
+    def __init__(self, plan: StepPlan, chunks: Sequence[Chunk], updates: Updates, block_numel: int) -> None:
+        """Fills everything but the addresses.
+
+        Args:
+            plan: plan that the chunks are from.
+            chunks: chunks of one device.
+            updates: what the plan was made for; only dtypes are kept.
+            block_numel: elements of one program.
+        """
+        count = sum(len(chunk.pieces) for chunk in chunks)
+        self.rows = np.zeros((count, 5), np.int64)
+        self._segment = np.empty(count, np.int64)
+        self._offset = np.empty(count, np.int64)
+        self.chunks: list[ChunkRows] = []
+        row = 0
+        for chunk in chunks:
+            first, program = row, 0
+            kind = chunk.kind
+            assert isinstance(kind, ChunkKind)
+            resident = kind.extent.layout.resident
+            for segment, offset, numel, slot_start in chunk.pieces:
+                start = plan.starts[segment] + offset if resident else slot_start
+                self.rows[row] = program, 0, 0, start, numel
+                self._segment[row], self._offset[row] = segment, offset
+                program += -(-numel // block_numel)
+                row += 1
+            self.chunks.append(ChunkRows(first, row - first, program))
+        sizes = np.array([[p.dtype.itemsize, d.itemsize] for p, d in zip(updates.params, updates.grad_dtypes, strict=True)])
+        self._param_offset = self._offset * sizes[self._segment, 0]
+        self._grad_offset = self._offset * sizes[self._segment, 1]
+        self._starts = np.array([chunk.first for chunk in self.chunks])
+
+    def fill(self, updates: Updates) -> list[bool]:
+        """Writes this step's addresses.
+
+        Args:
+            updates: the step's parameters and gradients, in the plan's order.
+
+        Returns:
+            For each chunk, whether all its addresses allow the widest accesses.
+        """
+        self.rows[:, 1] = updates.param_addresses[self._segment] + self._param_offset
+        self.rows[:, 2] = updates.grad_addresses[self._segment] + self._grad_offset
+        misaligned = (self.rows[:, 1] | self.rows[:, 2]) % _VECTOR_BYTES
+        return [not bits for bits in np.bitwise_or.reduceat(misaligned, self._starts)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table."""
+        return self.rows.nbytes
+
+    def write_to(self, memory: torch.Tensor) -> None:
+        """Copies the rows to the start of ``memory``, uint8 on CPU."""
+        memory[: self.nbytes].copy_(torch.from_numpy(self.rows).view(-1).view(torch.uint8))

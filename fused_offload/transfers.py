@@ -1,0 +1,88 @@
+"""Which bytes a chunk moves: from where in the slabs to where in its slot, and back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .kernels.forms import SCALE_BLOCK, Stored
+from .kernels.reference import AdamState
+from .plan import Chunk, CopyRange
+from .planner import ChunkKind
+from .staging import Slot
+from .storage import ArrayPlace, Extent
+
+
+class Copy(NamedTuple):
+    """One contiguous copy.
+
+    Attributes:
+        host_address: bytes, in a slab.
+        slot_offset: bytes, from the slot's start.
+        nbytes: size.
+    """
+
+    host_address: int
+    slot_offset: int
+    nbytes: int
+
+
+class ChunkTransfer(NamedTuple):
+    """All copies of one streamed chunk.
+
+    Attributes:
+        to_device: what the kernel reads.
+        to_host: what the kernel writes.
+        place: where each key lies in the slot.
+    """
+
+    to_device: tuple[Copy, ...]
+    to_host: tuple[Copy, ...]
+    place: ArrayPlace
+
+
+def chunk_transfer(chunk: Chunk, kind: ChunkKind) -> ChunkTransfer:
+    """The copies of one chunk.
+
+    State that is still at its initial value is not read, and neither is the master of a float32 parameter, which is its
+    own master; all state is written back.
+    """
+    layout = kind.extent.layout
+    place = ArrayPlace(layout.forms, chunk.numel)
+    read = set() if kind.init_moments else {"exp_avg", "exp_avg_sq"}
+    if layout.reads_master and not kind.init_master:
+        read.add("master_param")
+    copies = {key: _key_copies(kind.extent, key, place, chunk.ranges) for key in layout.forms}
+    return ChunkTransfer(
+        tuple(copy for key in layout.forms if key in read for copy in copies[key]),
+        tuple(copy for key in layout.forms for copy in copies[key]),
+        place,
+    )
+
+
+def _key_copies(extent: Extent, key: str, place: ArrayPlace, ranges: tuple[CopyRange, ...]) -> list[Copy]:
+    stored = extent.stored[key]
+    copies = []
+    for start, numel, slot_start in ranges:
+        size = stored.form.element_bytes
+        copies.append(Copy(stored.data.data_ptr() + start * size, place.data[key] + slot_start * size, numel * size))
+        if stored.scale is not None:
+            copies.append(
+                Copy(
+                    stored.scale.data_ptr() + start // SCALE_BLOCK * 4,
+                    place.scale[key] + slot_start // SCALE_BLOCK * 4,
+                    numel // SCALE_BLOCK * 4,
+                )
+            )
+    return copies
+
+
+def slot_state(slot: Slot, place: ArrayPlace, kind: ChunkKind) -> AdamState:
+    """A chunk's state in a slot, as the kernel takes it."""
+    stored: dict[str, Stored] = place.carve(slot.memory)
+    return AdamState(
+        stored["exp_avg"],
+        stored["exp_avg_sq"],
+        stored.get("master_param"),
+        init_moments=kind.init_moments,
+        init_master=kind.init_master,
+    )
