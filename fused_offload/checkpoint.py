@@ -7,6 +7,7 @@ block-scaled forms are expanded to float32.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .kernels.forms import Form, decode
-from .state import StateEntry, StateMapping, check_stored_dtype, get_unscaled, set_scaled
-from .tensors import shaped
+from .state import StateEntry, StateMapping, check_storable, get_unscaled, same_memory, set_scaled
 
 _TORCH_KEYS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 _REQUIRED = ("lr", "betas", "eps", "weight_decay", "bias_correction")
@@ -24,8 +24,9 @@ _REQUIRED = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 def _exported(entry: StateEntry, key: str) -> torch.Tensor:
     view = entry.peek(key)
     if entry.extent is None or not entry.form(key).scaled:
+        entry.note_read(key)
         return view
-    return shaped(decode(entry.stored(key)), entry.param)
+    return entry.shaped(decode(entry.stored(key)))
 
 
 def _indices(param_groups: Sequence[dict[str, Any]]) -> dict[int, int]:
@@ -69,9 +70,7 @@ def pack(param_groups: Sequence[dict[str, Any]], state: StateMapping) -> dict[st
     return {"state": packed, "param_groups": _packed_groups(param_groups)}
 
 
-def pack_for_torch(
-    param_groups: Sequence[dict[str, Any]], state: StateMapping, *, adam_w_mode: bool
-) -> dict[str, Any]:
+def pack_for_torch(param_groups: Sequence[dict[str, Any]], state: StateMapping, *, adam_w_mode: bool) -> dict[str, Any]:
     """torch AdamW's layout: ``step`` beside each parameter's moments, no master weights."""
     groups = _packed_groups(param_groups)
     steps = {index: group.get("step", 0) for group in groups for index in group["params"]}
@@ -136,7 +135,13 @@ def plan_load(
     saved_groups = state_dict["param_groups"]
     if len(saved_groups) != len(param_groups):
         raise ValueError(
-            f"loaded state dict has a different number of parameter groups ({len(saved_groups)}, here {len(param_groups)})"
+            "loaded state dict has a different number of parameter groups "
+            f"({len(saved_groups)}, here {len(param_groups)})"
+        )
+    unknown = set(state_dict["state"]) - {name for saved in saved_groups for name in saved["params"]}
+    if unknown:
+        raise ValueError(
+            f"loaded state dict has state of parameters that are in none of its groups: {sorted(unknown, key=str)[:3]}"
         )
     groups, values = [], []
     for index, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
@@ -149,8 +154,11 @@ def plan_load(
         pairs = [(p, state_dict["state"].get(name)) for p, name in zip(group["params"], saved["params"], strict=True)]
         pairs = [(param, entry) for param, entry in pairs if entry is not None]
         step = _saved_step(saved, pairs, index)
-        if step and not pairs and any(param.numel() for param in group["params"]):
-            raise ValueError(f"loaded state dict has no state for any parameter of group {index} at step {step}")
+        if step and not pairs and any(param.numel() and param.requires_grad for param in group["params"]):
+            raise ValueError(
+                f"loaded state dict has no state for any parameter of group {index} at step {step}. "
+                "If they were frozen until then, load first and unfreeze them afterwards."
+            )
         groups.append(_merged_group(saved, group, step))
         for param, entry in pairs:
             values.extend(_checked_values(param, entry, forms_of(param), index))
@@ -185,7 +193,8 @@ def _saved_step(
 
 
 def _merged_group(saved: Mapping[str, Any], group: Mapping[str, Any], step: int | None) -> dict[str, Any]:
-    merged = {key: value for key, value in saved.items() if key not in _TORCH_KEYS}
+    # A tensor, such as lr, belongs to one optimizer: filling it may not reach the one that was saved.
+    merged = {key: copy.deepcopy(value) for key, value in saved.items() if key not in (*_TORCH_KEYS, "params")}
     merged.update({key: group[key] for key in _REQUIRED if key not in merged and key in group})
     if "param_names" in group:
         merged["param_names"] = group["param_names"]
@@ -221,21 +230,25 @@ def _checked_values(
                 f"loaded state dict has {key} of shape {tuple(value.shape)} in group {index}, but the parameter has "
                 f"{tuple(param.shape)}"
             )
-        check_stored_dtype(key, forms[key].dtype, value)
+        check_storable(key, forms[key].dtype, value)
         values.append((param, key, value))
     return values
 
 
 def _detached_from_storage(plan: LoadPlan, state: StateMapping) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
-    """The values to copy. Those that are the live storage of their own place need no copy; those of another place are
-    cloned before anything is written over them."""
+    """The values to copy.
+
+    Those that are the live storage of their own place need no copy; those of another place are cloned before anything
+    is written over them.
+    """
     storages = {
         view.untyped_storage().data_ptr() for entry in state.values() for view in entry.peek_all() if view.numel()
     }
     values = []
     for param, key, value in plan.values:
-        if value.device.type != "meta" and value.numel() and value.untyped_storage().data_ptr() in storages:
-            if value.data_ptr() == state[param].peek(key).data_ptr():
+        if value.numel() and value.untyped_storage().data_ptr() in storages:
+            if same_memory(value, state[param].peek(key)):
+                state[param].mark_set(key)  # checkpoint readers fill a state dict in place, then load it
                 continue
             value = value.clone()
         values.append((param, key, value))
@@ -255,14 +268,14 @@ def apply_load(plan: LoadPlan, state: StateMapping) -> None:
         if (id(entry.param), "exp_avg") not in loaded:
             entry.reset_moments()
         if (id(entry.param), "master_param") not in loaded:
-            entry.master_set = False
-    narrowed = set()
+            entry.unset_master()
+    narrow = set()
     for param, key, value in values:
         if value.dtype in (torch.bfloat16, torch.float16) and state[param].peek(key).dtype == torch.float32:
-            narrowed.add((key, value.dtype))
+            narrow.add(f"{key} ({value.dtype})")
         set_scaled(state[param], key, value)
-    for key, dtype in sorted(narrowed, key=str):
+    if narrow:
         warnings.warn(
-            f"{key} was loaded from {dtype} into float32: the values are exact, but as coarse as they were saved",
-            stacklevel=4,
+            f"{', '.join(sorted(narrow))} loaded into float32: the values are exact, but as coarse as they were saved",
+            stacklevel=6,  # the caller of load_state_dict, whose decorators take three frames
         )

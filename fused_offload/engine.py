@@ -114,7 +114,9 @@ class Engine:
         return sum(pipeline.queues.ring.nbytes for pipeline in self._pipelines.values())
 
 
-def step_corrections(group: Mapping[str, Any], step: int, pending: int, *, corrected: bool) -> list[tuple[float, float]]:
+def step_corrections(
+    group: Mapping[str, Any], step: int, pending: int, *, corrected: bool
+) -> list[tuple[float, float]]:
     """Both bias corrections of a step, for each number of pending steps that may turn out skipped.
 
     Args:

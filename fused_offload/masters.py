@@ -40,7 +40,9 @@ def _quantum(stored: Stored) -> torch.Tensor | float:
     """How far apart neighbouring stored values are: what storing may have moved a master by, twice over."""
     if stored.scale is None:
         return 0.0
-    _, exponent = torch.frexp(stored.data.float())
+    values = stored.data.float()
+    _, exponent = torch.frexp(values)
+    exponent = exponent.masked_fill(values == 0, -13)  # frexp gives 0 for zero
     spacing = torch.exp2((exponent.clamp(min=-13) - 11).float())  # fp16: 11 bits, subnormal below 2^-14
     return spacing * stored.scale.repeat_interleave(SCALE_BLOCK)[: stored.data.numel()]
 

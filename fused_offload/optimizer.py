@@ -169,6 +169,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         return [p for p in self._all_params() if p.requires_grad or self._grad_of(p) is not None]
 
     def _initialize_entry(self, param: torch.Tensor) -> None:
+        if self._closed:
+            self._check_usable()
         known = self._params_with_state()
         if not any(param is other for other in known):
             known.append(param)
@@ -190,8 +192,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             wanted = store_param_remainders and self.master_weight_dtype == torch.float32
             if wanted != kept:
                 raise ValueError(
-                    f"initialize_state got store_param_remainders={store_param_remainders}, but the optimizer was built "
-                    f"with store_param_remainders={kept}"
+                    f"initialize_state got store_param_remainders={store_param_remainders}, but the optimizer was "
+                    f"built with store_param_remainders={kept}"
                 )
         if not self.state[param].bound:
             self._initialize_entry(param)
@@ -234,6 +236,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self.initialize_state(param)
         entry = self._entry_with(param, state_name)
         self._wait_for_state()
+        entry.rehome()
         set_scaled(entry, state_name, unscaled_state)
 
     def _entry_with(self, param: torch.Tensor, state_name: str) -> StateEntry:
@@ -259,7 +262,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         skipped = self._engine.learn_skips()
         if skipped:
             for group in self.param_groups:
-                group["step"] = max(0, int(group["step"]) - skipped)
+                group["step"] = max(0, int(group.get("step", 0)) - skipped)
         if self._unconfirmed and not self._engine.pending_skips():
             for entry, group in self._unconfirmed:
                 if group["step"] == 0:  # no step was taken yet, so the parameter is still the master
@@ -274,6 +277,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         Moments and step counts stay.
         """
         self._wait_for_state()
+        self._store.rehome()
         for entry in self.state.values():
             if entry.master_set and "master_param" in entry and entry.extent is not None:
                 refresh_master(entry)
@@ -345,7 +349,9 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             raise TypeError(f"step() got an unexpected keyword argument {next(iter(kwargs))!r}")
         self._check_usable()
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("FusedOffloadAdam.step() cannot be captured in a CUDA graph; call it outside the capture")
+            raise RuntimeError(
+                "FusedOffloadAdam.step() cannot be captured in a CUDA graph; call it outside the capture"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -371,8 +377,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             raise RuntimeError("This FusedOffloadAdam was closed; its state is no longer kept.")
         if self._failure is not None:
             raise RuntimeError(
-                f"An earlier step failed half-way ({self._failure}), so parameters and state no longer belong together. "
-                "Load a checkpoint into model and optimizer (load_state_dict) to go on."
+                f"An earlier step failed half-way ({self._failure}), so parameters and state no longer belong "
+                "together. Load a checkpoint into model and optimizer (load_state_dict) to go on."
             )
 
     def _check_device(self, updates: Updates) -> None:
@@ -383,13 +389,13 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             layout = entry.extent.layout
             if param.device != layout.device:
                 raise RuntimeError(
-                    f"A parameter of group {group} moved from {layout.device} to {param.device} after it got its state. "
-                    "Move it back, or save a state dict, build a new optimizer and load it."
+                    f"A parameter of group {group} moved from {layout.device} to {param.device} after it got its "
+                    "state. Move it back, or save a state dict, build a new optimizer and load it."
                 )
-            if param.dtype != layout.param_dtype or param.shape != entry.peek("exp_avg").shape:
+            if param.dtype != layout.param_dtype or param.shape != entry.shape:
                 raise RuntimeError(
-                    f"A parameter of group {group} is {param.dtype} of shape {tuple(param.shape)} now, but its state was "
-                    f"made for {layout.param_dtype} of shape {tuple(entry.peek('exp_avg').shape)}. "
+                    f"A parameter of group {group} is {param.dtype} of shape {tuple(param.shape)} now, but its state "
+                    f"was made for {layout.param_dtype} of shape {tuple(entry.shape)}. "
                     "Drop optimizer.state[param] to start over."
                 )
         if self.numerics == "te" and any(param.device.type != "cuda" for param in updates.params):
@@ -405,7 +411,10 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         pending = self._engine.pending_skips()
         corrections = {
             index: step_corrections(
-                self.param_groups[index], steps[index], pending, corrected=self._bias_corrected(self.param_groups[index])
+                self.param_groups[index],
+                steps[index],
+                pending,
+                corrected=self._bias_corrected(self.param_groups[index]),
             )
             for index in scalars
         }
@@ -418,9 +427,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
                 group["step"] = step
 
         try:
-            self._engine.run(
-                plan, updates, scalars, corrections, amp, numerics=self.numerics, launching=launching
-            )
+            self._engine.run(plan, updates, scalars, corrections, amp, numerics=self.numerics, launching=launching)
         except BaseException as error:
             if launched:
                 self._failure = f"{type(error).__name__}: {error}"
@@ -434,8 +441,11 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         return bool(group.get("bias_correction", self.defaults["bias_correction"]))
 
     def _scalars(self, group: dict[str, Any], step: int) -> AdamScalars:
+        lr = group["lr"]
+        if isinstance(lr, torch.Tensor) and lr.device.type == "cpu":
+            lr = lr.item()  # only a tensor on the parameters' device can be read by the kernel
         return adam_scalars(
-            lr=group["lr"],
+            lr=lr,
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],

@@ -62,8 +62,9 @@ class PinnedSlab:
             soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
             limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 1e9:.3f} GB"
             raise RuntimeError(
-                f"The CUDA driver refused to page-lock {nbytes / 1e9:.3f} GB of host memory: {error}. The locked-memory "
-                f"limit (RLIMIT_MEMLOCK) is {limit}. Raise it (ulimit -l unlimited; in containers --ulimit "
+                f"The CUDA driver refused to page-lock {nbytes / 1e9:.3f} GB of host memory: {error}. The "
+                f"locked-memory limit (RLIMIT_MEMLOCK) is {limit}. "
+                "Raise it (ulimit -l unlimited; in containers --ulimit "
                 "memlock=-1), offload less (OffloadConfig.fraction), or set OffloadConfig(pin=False), which is slower."
             )
         self.pinned = True

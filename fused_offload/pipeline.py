@@ -34,7 +34,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -43,14 +43,15 @@ from .config import OffloadConfig
 from .kernels import adam
 from .kernels.adam import AmpSignals, LaunchKind
 from .kernels.reference import AdamScalars, AdamState
-from .plan import Chunk
+from .plan import Chunk, chunk_numel
 from .planner import ChunkKind, StepPlan
 from .skips import SkipCounter
 from .staging import RingNeed, Slot, StagingRing
-from .table import AddressTable, ChunkRows
+from .storage import ArrayPlace, Extent
+from .table import AddressTable
 from .transfers import ChunkTransfer, Copy, chunk_transfer, slot_state
-from .upload import UploadBuffer
 from .updates import Updates
+from .upload import UploadBuffer
 
 Event = Any
 
@@ -134,7 +135,7 @@ class DeviceQueues:
         ring: the device's staging.
     """
 
-    _of_device: weakref.WeakValueDictionary[torch.device, DeviceQueues] = weakref.WeakValueDictionary()
+    _of_device: ClassVar[weakref.WeakValueDictionary[torch.device, DeviceQueues]] = weakref.WeakValueDictionary()
 
     @classmethod
     def of(cls, device: torch.device) -> DeviceQueues:
@@ -208,7 +209,7 @@ class CudaOps:
 class _DevicePlan:
     """What the pipeline works out once per plan and device."""
 
-    def __init__(self, plan: StepPlan, chunks: list[Chunk], updates: Updates) -> None:
+    def __init__(self, plan: StepPlan, chunks: list[Chunk], updates: Updates, chunk_bytes: int) -> None:
         self.table = AddressTable(plan, chunks, updates, adam.BLOCK_NUMEL)
         self.kinds: list[ChunkKind] = []
         self.transfers: list[ChunkTransfer | None] = []
@@ -217,7 +218,8 @@ class _DevicePlan:
             assert isinstance(kind, ChunkKind)
             self.kinds.append(kind)
             self.transfers.append(None if kind.extent.layout.resident else chunk_transfer(chunk, kind))
-        self.slot_bytes = max((transfer.place.nbytes for transfer in self.transfers if transfer), default=0)
+        streamed = {kind.extent for kind in self.kinds if not kind.extent.layout.resident}
+        self.slot_bytes = max((_slot_bytes(extent, chunk_bytes) for extent in streamed), default=0)
         self._states: dict[Any, AdamState] = {}
         self._generation = -1
 
@@ -236,6 +238,12 @@ class _DevicePlan:
                 state = slot_state(ring.slots[slot_index], transfer.place, kind)
             self._states[key] = state
         return state
+
+
+def _slot_bytes(extent: Extent, chunk_bytes: int) -> int:
+    """Bytes of the largest chunk that an extent can give, whichever of its parameters have gradients."""
+    numel = min(extent.numel, chunk_numel(chunk_bytes, extent.layout.block_bytes))
+    return ArrayPlace(extent.layout.forms, numel).nbytes
 
 
 class PreparedStep(NamedTuple):
@@ -266,7 +274,7 @@ class Pipeline:
         """Takes no GPU memory yet."""
         self.queues = DeviceQueues.of(device)
         self.skips = SkipCounter(device)
-        self._depth = config.depth
+        self._config = config
         self._upload = UploadBuffer(device)
         self._compiled: set[Any] = set()
         self._written_back: torch.cuda.Event | None = None
@@ -303,9 +311,11 @@ class Pipeline:
         device = self.queues.device
         device_plan = plan.derived.get(device)
         if device_plan is None:
-            device_plan = plan.derived[device] = _DevicePlan(plan, plan.chunks_of(device), updates)
+            device_plan = plan.derived[device] = _DevicePlan(
+                plan, plan.chunks_of(device), updates, self._config.chunk_bytes
+            )
         if device_plan.slot_bytes:
-            self.queues.require(self, RingNeed(self._depth, device_plan.slot_bytes))
+            self.queues.require(self, RingNeed(self._config.depth, device_plan.slot_bytes))
         aligned = device_plan.table.fill(updates)
         ops = CudaOps(self.queues)
         if self._computed is not None:  # the table of the previous step may still be read, on another current stream

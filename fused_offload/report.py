@@ -42,8 +42,8 @@ def memory_report(extents: Iterable[Extent], *, ring_bytes: int, param_numel: in
         bytes_of = host if extent.slab is not None else resident
         if extent.slab is not None:
             slabs.append(extent.slab)
-        for key, form in extent.layout.forms.items():
-            bytes_of[key] = bytes_of.get(key, 0) + form.stored_bytes(extent.numel)
+        for key, (start, stop) in extent.place.spans.items():
+            bytes_of[key] = bytes_of.get(key, 0) + stop - start
     return MemoryReport(
         host_bytes=host,
         resident_bytes=resident,

@@ -111,8 +111,9 @@ class StagingRing:
             else "Free GPU memory first"
         )
         return (
-            f"The staging ring on {self.device} needs {depth} slots of {slot_bytes} bytes ({depth * slot_bytes} bytes), "
-            f"but about {free} bytes are free. {advice}; one slot of one block of 128 elements always works, slowly."
+            f"The staging ring on {self.device} needs {depth} slots of {slot_bytes} bytes "
+            f"({depth * slot_bytes} bytes), but about {free} bytes are free. "
+            f"{advice}; one slot of one block of 128 elements always works, slowly."
         )
 
     def release(self) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from .kernels.forms import Form, Stored, decode, encode_
 from .storage import Extent
-from .tensors import flat, like_memory_of, shaped
+from .tensors import flat, is_dense, like_memory_of, same_order
 
 _VALUES_BLOCK = 4 * 2**20  # elements converted at a time: bounds the temporary memory of loads and saves
 
@@ -54,6 +54,8 @@ class StateEntry(dict[str, torch.Tensor]):
         extent: storage, or None without one (also for parameters without elements).
         start: first element in the extent.
         bound: whether the entry has its storage.
+        shape: the parameter's shape when it got its storage.
+        strides: strides of the values, as the parameter's were then.
         moments_set: whether the moments may differ from zero.
         master_set: whether ``master_param`` is authoritative; if not, the next step takes the parameter instead.
     """
@@ -66,6 +68,8 @@ class StateEntry(dict[str, torch.Tensor]):
         self.extent: Extent | None = None
         self.start = 0
         self.bound = False
+        self.shape = param.shape
+        self.strides = param.stride()
         self.moments_set = False
         self.master_set = False
 
@@ -74,19 +78,28 @@ class StateEntry(dict[str, torch.Tensor]):
     def bind(self, extent: Extent | None, start: int, forms: dict[str, Form]) -> None:
         """Gives the entry its storage: elements of ``extent`` from ``start``; None for an empty parameter."""
         self.extent, self.start, self.bound = extent, start, True
+        self.shape, self.strides = self.param.shape, self.param.stride()
         self._hooks.version += 1
         for key, form in forms.items():
             super().__setitem__(key, self._view(key, form))
 
     def _view(self, key: str, form: Form) -> torch.Tensor:
         if self.extent is None:
-            return torch.empty(self.param.shape, dtype=form.dtype, device=self.param.device)
-        return shaped(self.stored(key).data, self.param)
+            return torch.empty(self.shape, dtype=form.dtype, device=self.param.device)
+        return self.shaped(self.stored(key).data)
+
+    def shaped(self, values: torch.Tensor) -> torch.Tensor:
+        """``[numel]`` values in the order of the storage, seen as the parameter's."""
+        return values.as_strided(self.shape, self.strides)
+
+    def ordered(self, values: torch.Tensor) -> torch.Tensor:
+        """``[numel]`` elements of a tensor shaped like the parameter, in the order of the storage."""
+        return flat(like_memory_of(values.detach(), self._view("exp_avg", self.form("exp_avg"))))
 
     def stored(self, key: str) -> Stored:
         """One key's elements in memory order. The entry has storage and elements."""
         assert self.extent is not None
-        return self.extent.narrow(key, self.start, self.param.numel())
+        return self.extent.narrow(key, self.start, self.shape.numel())
 
     def form(self, key: str) -> Form:
         """Stored form of one key."""
@@ -109,18 +122,47 @@ class StateEntry(dict[str, torch.Tensor]):
             view, home = self.peek(key), self._view(key, self.form(key))
             if view.device == home.device and view.data_ptr() == home.data_ptr():
                 continue
+            check_value(self, key, view)
             super().__setitem__(key, home)
             self[key] = view
+        self._follow_param()
+
+    def _follow_param(self) -> None:
+        """Reorders the values where the parameter got other strides (``model.to(memory_format=...)``)."""
+        param = self.param
+        moved = param.shape == self.shape and not same_order(param.shape, param.stride(), self.strides)
+        if not moved or not is_dense(param):
+            return
+        self._hooks.wait()
+        kept = {key: self._values(key) for key in self}
+        self.strides = param.stride()
+        for key, values in kept.items():
+            super().__setitem__(key, self._view(key, self.form(key)))
+            stored, ordered = self.stored(key), flat(like_memory_of(values, param))
+            if stored.form.scaled:
+                encode_(stored, ordered)
+            else:
+                stored.data.copy_(ordered)
+
+    def _values(self, key: str) -> torch.Tensor:
+        """A copy of one key's values, in their own dtype or, where that needs scales, in float32."""
+        stored = self.stored(key)
+        return self.shaped(decode(stored) if stored.form.scaled else stored.data.clone())
 
     def fill_master(self) -> None:
         """Writes the parameter's value into a master that is not authoritative yet; it stays so."""
         if "master_param" not in self or self.master_set or self.extent is None:
             return
+        if self.param.shape != self.shape:
+            raise RuntimeError(
+                f"A parameter has shape {tuple(self.param.shape)} now, but its state was made for {tuple(self.shape)}, "
+                "and its master weights are still in the parameter. Bring the parameter back first."
+            )
         stored = self.stored("master_param")
         if stored.form.name == "remainder":
             stored.data.zero_()
         else:
-            write_values(stored, flat(self.param))
+            write_values(stored, self.ordered(self.param))
 
     def reset_moments(self) -> None:
         """Takes the moments back to zero."""
@@ -135,17 +177,34 @@ class StateEntry(dict[str, torch.Tensor]):
         self.moments_set = self.master_set = False
         self._hooks.version += 1
 
+    def unset_master(self) -> None:
+        """Makes the next step start from the parameter again."""
+        self.master_set = False
+        self._hooks.version += 1
+
     # -- reading: whoever gets a tensor may read it at once and write into it -----------------------------------
 
-    def _hand_out(self) -> None:
-        if self.bound:
-            self._hooks.wait()
+    def _hand_out(self, *keys: str) -> None:
+        if not self.bound:
+            return
+        self._hooks.wait()
+        if "master_param" in keys:
             self.fill_master()
-            self.mark_set()
+        for key in keys:
+            self.mark_set(key)
+
+    def note_read(self, key: str) -> None:
+        """Notes that a live view left by another way than `__getitem__`: its moments may be written there.
+
+        A master that is not authoritative stays so: checkpoint code reads it as a template, and says what it wrote.
+        """
+        if key != "master_param":
+            self.mark_set(key)
 
     def __getitem__(self, key: str) -> torch.Tensor:
         """The view of one key, complete."""
-        self._hand_out()
+        if key in self:
+            self._hand_out(key)
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -154,12 +213,12 @@ class StateEntry(dict[str, torch.Tensor]):
 
     def items(self) -> Any:
         """Keys and complete views."""
-        self._hand_out()
+        self._hand_out(*self)
         return super().items()
 
     def values(self) -> Any:
         """Complete views."""
-        self._hand_out()
+        self._hand_out(*self)
         return super().values()
 
     def __iter__(self) -> Iterator[str]:
@@ -174,13 +233,17 @@ class StateEntry(dict[str, torch.Tensor]):
         """A plain dict of the views."""
         return self.copy()
 
+    def __or__(self, other: Any) -> dict[str, Any]:  # type: ignore[override]
+        """A plain dict of the views and of what ``other`` has."""
+        return {**self, **other}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, torch.Tensor]:
-        """A plain dict of copies."""
-        return {key: copy.deepcopy(view, memo) for key, view in self.items()}
+        """A plain dict of copies, each with memory of its own: torch would copy all of the storage behind a view."""
+        return {key: memo.setdefault(id(view), view.detach().clone()) for key, view in self.items()}
 
     def __reduce__(self) -> Any:
-        """Pickles as a plain dict."""
-        return dict, (list(self.items()),)
+        """Pickles as a plain dict of copies, as `__deepcopy__` does."""
+        return dict, (list(copy.deepcopy(self).items()),)
 
     # -- writing: values are copied into the storage ------------------------------------------------------------
 
@@ -201,14 +264,45 @@ class StateEntry(dict[str, torch.Tensor]):
             return
         if not self.bound:
             self._hooks.initialize(self.param)
-        if key not in self:
-            raise KeyError(f"FusedOffloadAdam keeps {', '.join(self)} for this parameter; it cannot take {key!r}")
         check_value(self, key, value)
         self._hooks.wait()
         view = self.peek(key)
-        if value is not view and not _same_memory(value, view):
+        if value is not view and not same_memory(value, view):
             self._copy_in(key, value)
         self.mark_set(key)
+
+    def take_values(self, other: StateEntry) -> None:
+        """Copies what is set in an entry that cannot move here, for another layout or another optimizer.
+
+        Raises:
+            KeyError: for a key that this optimizer does not keep; nothing is changed.
+            TypeError: for values that cannot be stored; nothing is changed.
+            ValueError: for another shape; nothing is changed.
+        """
+        other.wait_and_rehome()
+        keys = [key for key in other if other.is_set(key)]
+        if keys and not self.bound:
+            self._hooks.initialize(self.param)
+        for key in keys:
+            check_value(self, key, other.peek(key))
+        self._hooks.wait()
+        self.reset_moments()
+        self.unset_master()
+        for key in keys:
+            set_scaled(self, key, get_unscaled(other, key))
+
+    def wait_and_rehome(self) -> None:
+        """Makes the storage hold complete values."""
+        self._hooks.wait()
+        self.rehome()
+
+    def belongs_to(self, hooks: StateHooks) -> bool:
+        """Whether this is an entry of the optimizer with these hooks."""
+        return self._hooks is hooks
+
+    def is_set(self, key: str) -> bool:
+        """Whether one key's values are authoritative."""
+        return self.master_set if key == "master_param" else self.moments_set
 
     def mark_set(self, key: str | None = None) -> None:
         """Makes one key's values authoritative, or all."""
@@ -221,11 +315,19 @@ class StateEntry(dict[str, torch.Tensor]):
     def _copy_in(self, key: str, value: torch.Tensor) -> None:
         if self.extent is None:
             return
-        form = self.form(key)
-        if not form.scaled or value.dtype == form.dtype:
-            self.peek(key).copy_(value.detach())  # raw: a scaled form's own elements go with the scales it has
-        else:
-            write_values(self.stored(key), flat(like_memory_of(value.detach(), self.param)))
+        form, view = self.form(key), self.peek(key)
+        value = _apart_from(value, view)
+        if form.scaled and value.dtype != form.dtype:
+            write_values(self.stored(key), self.ordered(value))
+            return
+        if form.scaled:  # raw: a scaled form's own elements go with the scales it has
+            scale = self.stored(key).scale
+            assert scale is not None
+            if not scale.any() and value.any():
+                raise ValueError(
+                    f"{key} has no scales yet, so raw {form.dtype} elements have no meaning here. Write float32 values."
+                )
+        view.copy_(value)
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Writes several keys."""
@@ -277,19 +379,21 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
             super().__setitem__(param, value)
             self._hooks.version += 1
             return
-        entry = self[param]
-        if value is entry:
-            return
-        if isinstance(value, StateEntry):  # another shape or other forms: move the values
-            for key in value:
-                entry[key] = get_unscaled(value, key)
+        if isinstance(value, StateEntry):
+            self[param].take_values(value)
         else:
-            entry.update(value)
+            self[param].update(value)
 
     def _fits(self, entry: StateEntry, param: torch.Tensor) -> bool:
-        if not entry.bound or entry.param is param:
+        if not entry.belongs_to(self._hooks):
+            return False
+        if entry.param is param:
             return True
         old = entry.param
+        if super().get(old) is entry:  # two parameters cannot share an entry
+            return False
+        if not entry.bound:
+            return True
         return (
             old.shape == param.shape
             and old.stride() == param.stride()
@@ -322,15 +426,28 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
         for param, value in dict(*args, **kwargs).items():
             self[param] = value
 
+    def __ior__(self, other: Any) -> StateMapping:  # type: ignore[override]
+        """Sets several entries."""
+        self.update(other)
+        return self
+
     def setdefault(self, param: torch.Tensor, default: Any = None) -> StateEntry:
         """The entry of a parameter; sets ``default`` first where there is none."""
         if param not in self and default is not None:
             self[param] = default
         return self[param]
 
-    def __copy__(self) -> dict[torch.Tensor, StateEntry]:
+    def copy(self) -> dict[torch.Tensor, StateEntry]:  # type: ignore[override]
         """A plain dict of the entries."""
         return dict(self)
+
+    def __copy__(self) -> dict[torch.Tensor, StateEntry]:  # type: ignore[override]
+        """A plain dict of the entries."""
+        return dict(self)
+
+    def __or__(self, other: Any) -> dict[torch.Tensor, Any]:  # type: ignore[override]
+        """A plain dict of the entries and of what ``other`` has."""
+        return {**self, **other}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
         """A plain dict of copies."""
@@ -341,21 +458,38 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
         return dict, (list(self.items()),)
 
 
-def _same_memory(value: torch.Tensor, view: torch.Tensor) -> bool:
-    return value.device == view.device and value.data_ptr() == view.data_ptr() and value.dtype == view.dtype
+def same_memory(value: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether ``value``, shaped like ``view``, is the same elements in the same places."""
+    return (
+        value.device == view.device
+        and value.data_ptr() == view.data_ptr()
+        and value.dtype == view.dtype
+        and value.stride() == view.stride()
+    )
+
+
+def _apart_from(value: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """``value`` without autograd; a copy if it may share memory with ``view``, which is about to be written."""
+    value = value.detach()
+    shared = value.device == view.device and value.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+    return value.clone() if shared else value
 
 
 def check_value(entry: StateEntry, key: str, value: Any) -> None:
     """Raises if ``value`` cannot become ``entry[key]``; see `StateEntry.__setitem__`."""
+    if key not in entry:
+        raise KeyError(f"FusedOffloadAdam keeps {', '.join(entry)} for this parameter; it cannot take {key!r}")
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{key} should be a tensor, but got {type(value).__name__}")
-    if value.shape != entry.param.shape:
-        raise ValueError(f"{key} should have shape {tuple(entry.param.shape)}, but got {tuple(value.shape)}")
-    check_stored_dtype(key, entry.peek(key).dtype, value)
+    if value.shape != entry.shape:
+        raise ValueError(f"{key} should have shape {tuple(entry.shape)}, but got {tuple(value.shape)}")
+    check_storable(key, entry.peek(key).dtype, value)
 
 
-def check_stored_dtype(key: str, kept: torch.dtype, value: torch.Tensor) -> None:
+def check_storable(key: str, kept: torch.dtype, value: torch.Tensor) -> None:
     """Raises if a value cannot be stored as ``kept`` without meaning something else."""
+    if value.layout != torch.strided or value.device.type == "meta":
+        raise TypeError(f"{key} should be a dense tensor with data, but got {value.layout} on {value.device}")
     if (kept == torch.int16) != (value.dtype == torch.int16):
         raise TypeError(
             f"{key} is kept as {kept}, but got {value.dtype}: a 16-bit remainder only means something beside the "
@@ -381,19 +515,21 @@ def get_unscaled(entry: StateEntry, key: str) -> torch.Tensor:
     """
     view = entry.peek(key)
     if view.dtype in (torch.float32, torch.int16):
+        entry.note_read(key)
         return view
     if entry.extent is None:
         return view.float()
-    return shaped(decode(entry.stored(key)), entry.param)
+    return entry.shaped(decode(entry.stored(key)))
 
 
 def set_scaled(entry: StateEntry, key: str, value: torch.Tensor) -> None:
     """Writes float32 values (int16 for remainders) in their stored form; they become authoritative."""
     check_value(entry, key, value)
     view = entry.peek(key)
-    if not _same_memory(value, view) and entry.extent is not None:
+    if not same_memory(value, view) and entry.extent is not None:
+        value = _apart_from(value, view)
         if view.dtype == torch.int16:
             view.copy_(value)
         else:
-            write_values(entry.stored(key), flat(like_memory_of(value.detach(), entry.param)))
+            write_values(entry.stored(key), entry.ordered(value))
     entry.mark_set(key)

@@ -42,8 +42,7 @@ class Layout:
 
     @property
     def block_bytes(self) -> int:
-        """State bytes of `ALIGNMENT` elements, in the direction that moves more (a float32 parameter's master is only
-        written)."""
+        """State bytes of `ALIGNMENT` elements, all of which are written back by a step."""
         return self.state_bytes(ALIGNMENT)
 
     def state_bytes(self, numel: int) -> int:
@@ -67,14 +66,22 @@ class ArrayPlace:
         nbytes: bytes in all.
         data: byte offset of each key's elements.
         scale: byte offset of each key's scales, for scaled forms.
+        spans: first byte and end of all that belongs to each key.
     """
 
-    def __init__(self, forms: dict[str, Form], numel: int) -> None:
-        """Places arrays of ``numel`` elements, a multiple of `ALIGNMENT`, one after the other."""
+    def __init__(self, forms: dict[str, Form], numel: int, *, gap: int = 0) -> None:
+        """Places arrays one after the other.
+
+        Args:
+            forms: stored form of each key.
+            numel: elements of each array, a multiple of `ALIGNMENT`.
+            gap: bytes left free behind each key's arrays, a multiple of `_ARRAY_ALIGNMENT`.
+        """
         self.forms = forms
         self.numel = numel
         self.data: dict[str, int] = {}
         self.scale: dict[str, int] = {}
+        self.spans: dict[str, tuple[int, int]] = {}
         self.nbytes = 0
         for key, form in forms.items():
             self.data[key] = self.nbytes
@@ -82,28 +89,40 @@ class ArrayPlace:
             if form.scaled:
                 self.scale[key] = self.nbytes
                 self.nbytes += _aligned(numel // SCALE_BLOCK * 4)
+            self.nbytes += gap
+            self.spans[key] = (self.data[key], self.nbytes)
 
     def carve(self, memory: torch.Tensor) -> dict[str, Stored]:
         """Typed views into ``memory``, a uint8 tensor of at least `nbytes`."""
-        stored = {}
-        for key, form in self.forms.items():
-            data = memory[self.data[key] :][: self.numel * form.element_bytes].view(form.dtype)
-            scale = None
-            if form.scaled:
-                scale = memory[self.scale[key] :][: self.numel // SCALE_BLOCK * 4].view(torch.float32)
-            stored[key] = Stored(form, data, scale)
-        return stored
+        return {key: self.stored(key, memory[start:stop]) for key, (start, stop) in self.spans.items()}
+
+    def stored(self, key: str, block: torch.Tensor) -> Stored:
+        """Typed views of one key into ``block``, the uint8 bytes of its span."""
+        form = self.forms[key]
+        data = block[: self.numel * form.element_bytes].view(form.dtype)
+        scale = None
+        if form.scaled:
+            scale = block[self.scale[key] - self.data[key] :][: self.numel // SCALE_BLOCK * 4].view(torch.float32)
+        return Stored(form, data, scale)
+
+
+def _with_own_storage(memory: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Bytes of ``memory`` as a tensor whose torch storage is these bytes only; the memory lives as long as either."""
+    storage = memory.untyped_storage()[start:stop]
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage)  # type: ignore[call-overload,no-any-return]
 
 
 class Extent:
     """Consecutive state of parameters of one layout, zero-filled at first.
 
-    All keys share one block of memory, so every array is a view of a larger storage: checkpoint writers that keep a
-    reference to whole-storage CPU tensors clone these.
+    All keys share one block of memory, but each has a torch storage of its own: `torch.save` refuses tensors of several
+    dtypes in one storage. Every array is a bit smaller than its storage, also that of a single parameter: checkpoint
+    writers keep references to CPU tensors that fill their storage, and clone others.
 
     Attributes:
         layout: what its parameters have in common.
         numel: elements, a multiple of `ALIGNMENT`.
+        place: where the arrays lie in the block.
         stored: each key's arrays.
         slab: the host memory behind it, or None if resident on a device.
     """
@@ -121,15 +140,15 @@ class Extent:
         """
         self.layout = layout
         self.numel = numel
-        place = ArrayPlace(layout.forms, numel)
+        self.place = place = ArrayPlace(layout.forms, numel, gap=_ARRAY_ALIGNMENT)
         self.nbytes = place.nbytes
         self.slab = None if layout.resident else PinnedSlab(place.nbytes, pin=pin)
         memory = (
-            torch.zeros(place.nbytes, dtype=torch.uint8, device=layout.device)
-            if self.slab is None
-            else self.slab.bytes
+            torch.zeros(place.nbytes, dtype=torch.uint8, device=layout.device) if self.slab is None else self.slab.bytes
         )
-        self.stored = place.carve(memory)
+        self.stored = {
+            key: place.stored(key, _with_own_storage(memory, start, stop)) for key, (start, stop) in place.spans.items()
+        }
 
     def narrow(self, key: str, start: int, numel: int) -> Stored:
         """One key's elements ``[start, start + numel)``; ``start`` is a multiple of `ALIGNMENT`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,11 @@ class _Place(NamedTuple):
     param: torch.Tensor  # keeps the id that the place is filed under from being reused
     extent: Extent
     start: int
+    numel: int
+
+    def fits(self, param: torch.Tensor) -> bool:
+        layout = self.extent.layout
+        return (layout.device, layout.param_dtype, self.numel) == (param.device, param.dtype, param.numel())
 
 
 class StateStore:
@@ -42,6 +48,7 @@ class StateStore:
         self.state = StateMapping(hooks)
         self._forms_of = forms_of
         self._reserved: dict[int, _Place] = {}
+        self._warned_unpinned = False
 
     def extents(self) -> list[Extent]:
         """All extents in use, each once."""
@@ -65,6 +72,10 @@ class StateStore:
         new = [param for param in wanted if not self._is_bound(param)]
         if not new:
             return
+        for param in new:  # a parameter may have been replaced in place since it got its place
+            place = self._reserved.get(id(param))
+            if place is not None and not place.fits(param):
+                del self._reserved[id(param)]
         if any(param.numel() and id(param) not in self._reserved for param in new):
             self._reserve([param for param in known if not self._is_bound(param)], known)
         for param in new:
@@ -89,6 +100,8 @@ class StateStore:
         try:
             for layout, numel in numels.items():
                 pin = self.config.pin and layout.device.type == "cuda"
+                if layout.device.type == "cuda" and not layout.resident and not pin:
+                    self._warn_unpinned()
                 extents[layout] = Extent(layout, numel, pin=pin)
         except BaseException:
             for extent in extents.values():
@@ -96,8 +109,17 @@ class StateStore:
             raise
         filled = dict.fromkeys(numels, 0)
         for param, layout in zip(waiting, layouts, strict=True):
-            self._reserved[id(param)] = _Place(param, extents[layout], filled[layout])
+            self._reserved[id(param)] = _Place(param, extents[layout], filled[layout], param.numel())
             filled[layout] += align(param.numel())
+
+    def _warn_unpinned(self) -> None:
+        if not self._warned_unpinned:
+            self._warned_unpinned = True
+            warnings.warn(
+                "OffloadConfig(pin=False): optimizer state is not page-locked, so copies go through the driver's "
+                "bounce buffers and do not overlap. The results are the same, the steps several times slower.",
+                stacklevel=2,
+            )
 
     @staticmethod
     def _on_host(layout: Layout) -> bool:
@@ -152,3 +174,4 @@ class StateStore:
         """Gives all page locks back."""
         for extent in self.extents():
             extent.close()
+        self._reserved.clear()

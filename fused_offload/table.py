@@ -64,7 +64,9 @@ class AddressTable:
                 program += -(-numel // block_numel)
                 row += 1
             self.chunks.append(ChunkRows(first, row - first, program))
-        sizes = np.array([[p.dtype.itemsize, d.itemsize] for p, d in zip(updates.params, updates.grad_dtypes, strict=True)])
+        sizes = np.array(
+            [[p.dtype.itemsize, d.itemsize] for p, d in zip(updates.params, updates.grad_dtypes, strict=True)]
+        )
         self._param_offset = self._offset * sizes[self._segment, 0]
         self._grad_offset = self._offset * sizes[self._segment, 1]
         self._starts = np.array([chunk.first for chunk in self.chunks])

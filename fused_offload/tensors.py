@@ -43,8 +43,3 @@ def like_memory_of(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if same_order(param.shape, param.stride(), tensor.stride()):
         return tensor
     return torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-def shaped(values: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """``[numel]`` values in memory order, seen with the shape and strides of a dense ``param``."""
-    return values.as_strided(param.shape, param.stride())

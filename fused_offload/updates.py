@@ -92,8 +92,8 @@ def check_params(params: Sequence[Any], where: str) -> None:
         raise RuntimeError(f"All parameters of {where} should be on one device, but they are on {names}. Split it.")
     if any(device.type not in ("cpu", "cuda") for device in devices):
         raise RuntimeError(
-            f"The parameters of {where} are on {devices.pop()}; FusedOffloadAdam updates parameters on CUDA devices and "
-            "on the CPU. Materialise the model before building the optimizer."
+            f"The parameters of {where} are on {devices.pop()}; FusedOffloadAdam updates parameters on CUDA devices "
+            "and on the CPU. Materialise the model before building the optimizer."
         )
     bad = {param.dtype for param in params} - set(FLOAT_DTYPES)
     if bad:
@@ -127,7 +127,8 @@ def _check_grads(params: list[torch.Tensor], grads: list[torch.Tensor], index: i
     bad = {grad.dtype for grad in grads} - set(FLOAT_DTYPES)
     if bad:
         raise TypeError(
-            f"FusedOffloadAdam takes float32, bfloat16 and float16 gradients, but parameter group {index} has {bad.pop()}"
+            f"FusedOffloadAdam takes float32, bfloat16 and float16 gradients, but parameter group {index} "
+            f"has {bad.pop()}"
         )
     if {grad.device for grad in grads} != {params[0].device}:
         device = next(grad.device for grad in grads if grad.device != params[0].device)
@@ -145,8 +146,9 @@ def _check_grads(params: list[torch.Tensor], grads: list[torch.Tensor], index: i
 
 def _in_memory_order(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
     return [
-        grad if param.stride() == grad.stride() or same_order(param.shape, param.stride(), grad.stride())
-        else like_memory_of(grad, param)
+        grad if (param.stride() == grad.stride() or same_order(param.shape, param.stride(), grad.stride()))
+        and not grad.is_neg()
+        else like_memory_of(grad.resolve_neg(), param)
         for param, grad in pairs
     ]  # fmt: skip
 

@@ -6,6 +6,9 @@ parameter that lies in the chunk), and each program finds its piece by bisection
 
 from __future__ import annotations
 
+import functools
+import os
+import tempfile
 from typing import Any, NamedTuple
 
 import torch
@@ -181,9 +184,7 @@ def _update_block(
     m_new = _fma(m, zero + beta1, _mul(g, zero + one_minus_beta1, NUMERICS), NUMERICS)
     v_new = _fma(v, zero + beta2, _mul(_mul(g, zero + one_minus_beta2, NUMERICS), g, NUMERICS), NUMERICS)
     root = _sqrt(_div(v_new, zero + bias_correction2, NUMERICS), NUMERICS)
-    update = _div(
-        _div(m_new, zero + bias_correction1, NUMERICS), _add(root, zero + eps, NUMERICS), NUMERICS
-    )
+    update = _div(_div(m_new, zero + bias_correction1, NUMERICS), _add(root, zero + eps, NUMERICS), NUMERICS)
     if ADAM_W:
         update = _fma(p, zero + weight_decay, update, NUMERICS)
     p = _fma(-update, zero + lr, p, NUMERICS)
@@ -193,9 +194,7 @@ def _update_block(
         m_new = tl.where(skip, m, m_new)
         v_new = tl.where(skip, v, v_new)
         p = tl.where(skip, p_before, p)
-    store_state(
-        exp_avg_ptr, exp_avg_scale_ptr, start, numel, offsets, m_new, mask, EXP_AVG, False, MASKED, BLOCK
-    )
+    store_state(exp_avg_ptr, exp_avg_scale_ptr, start, numel, offsets, m_new, mask, EXP_AVG, False, MASKED, BLOCK)
     store_state(
         exp_avg_sq_ptr, exp_avg_sq_scale_ptr, start, numel, offsets, v_new, mask, EXP_AVG_SQ, True, MASKED, BLOCK
     )
@@ -412,10 +411,25 @@ def adam_step_(
     _adam_kernel[(programs,)](**_arguments(table, rows, state, scalars, kind, amp))
 
 
+@functools.cache
+def _ensure_writable_cache() -> None:
+    folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(
+        os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache"
+    )
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError:
+        os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton-cache-")
+
+
 def compile_step(
     table: torch.Tensor, state: AdamState, scalars: AdamScalars, kind: LaunchKind, amp: AmpSignals
 ) -> None:
     """Compiles what `adam_step_` with such arguments would launch, without launching it.
+
+    Where Triton's cache folder cannot be written (a read-only home), a temporary one is used for this process.
 
     Args:
         table: any int64 tensor on the device.
@@ -424,4 +438,5 @@ def compile_step(
         kind: dtypes and numerics.
         amp: only what is None matters.
     """
+    _ensure_writable_cache()
     _adam_kernel.warmup(**_arguments(table, 1, state, scalars, kind, amp), grid=(1,))

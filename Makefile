@@ -1,0 +1,43 @@
+# Every target sets itself up: the virtual environment .venv is made on first use (tools/bootstrap.sh).
+
+PYTHON_VENV := $(CURDIR)/.venv/bin/python
+READY := .venv/.ready
+
+# Two workers of one thread each keep a two-core machine busy; more of either only makes them wait for each other.
+PYTEST_WORKERS ?= 2
+PYTEST_ARGS ?=
+
+.PHONY: setup test lint types pytest demo bench-smoke clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml tools/bootstrap.sh
+	tools/bootstrap.sh
+	touch $@
+
+test: lint types pytest
+
+lint: $(READY)
+	$(PYTHON_VENV) -m ruff check .
+	$(PYTHON_VENV) -m ruff format --check .
+
+types: $(READY)
+	PYTHON=$(PYTHON_VENV) tools/typecheck.sh
+
+pytest: $(READY)
+	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -p no:benchmark -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
+
+demo: $(READY)
+	$(PYTHON_VENV) examples/train_gpt.py $(DEMO_ARGS)
+
+# Runs every benchmark once, untimed, so that they keep working.
+bench-smoke: $(READY)
+	@if ls bench/test_*.py >/dev/null 2>&1; then \
+		$(PYTHON_VENV) -m pytest bench --benchmark-disable; \
+	else \
+		echo "bench/ has no benchmarks yet"; \
+	fi
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,138 @@
+"""What is stepped: stored forms, parameters with gradients, and the check that a step was one."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fused_offload.kernels.forms import BF16, FP16, FP16_NONZERO, FP32, REMAINDER, Form
+from fused_offload.plan import align
+
+LR = 1e-3
+WEIGHT_DECAY = 0.1
+_SAMPLE_NUMEL = 4096
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """How the state of bfloat16 parameters is stored.
+
+    Attributes:
+        name: bytes per parameter each way, as in the README.
+        exp_avg: first moment.
+        exp_avg_sq: second moment.
+        master_param: master weights.
+    """
+
+    name: str
+    exp_avg: Form
+    exp_avg_sq: Form
+    master_param: Form
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of FusedOffloadAdam, and of TransformerEngine's FusedAdam where it has the form."""
+        return {
+            "lr": LR,
+            "weight_decay": WEIGHT_DECAY,
+            "master_weights": True,
+            "store_param_remainders": self.master_param is REMAINDER,
+            "exp_avg_dtype": self.exp_avg.dtype,
+            "exp_avg_sq_dtype": self.exp_avg_sq.dtype,
+        }
+
+    def state_bytes(self, numel: int, tensors: int = 1) -> int:
+        """Bytes of state, scales and alignment included: what crosses the link each way."""
+        forms = (self.exp_avg, self.exp_avg_sq, self.master_param)
+        return tensors * sum(form.stored_bytes(align(numel)) for form in forms)
+
+    def kernel_bytes(self, numel: int, tensors: int = 1) -> int:
+        """GPU memory that one update reads and writes."""
+        # I/O: read grad + state (+ param, of which a remainder is the other half), write param + state
+        param_bytes = 2 + (2 if self.master_param is REMAINDER else 0)
+        return tensors * numel * (2 + param_bytes) + 2 * self.state_bytes(numel, tensors)
+
+
+FORM_12B = StoredForm("12B", FP32, FP32, FP32)
+FORM_10B = StoredForm("10B", FP32, FP32, REMAINDER)
+FORM_6B = StoredForm("6B", BF16, BF16, REMAINDER)
+FORM_6B_FP16 = StoredForm("6B-fp16", FP16, FP16_NONZERO, REMAINDER)
+
+STEP_FORMS = (FORM_12B, FORM_10B, FORM_6B)
+KERNEL_FORMS = (*STEP_FORMS, FORM_6B_FP16)
+
+
+def make_params(
+    numel: int, tensors: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> list[torch.nn.Parameter]:
+    """Parameters of ``numel`` random elements each, with random gradients of the same dtype."""
+    # Random within a tensor, equal between tensors: a GPU's clocks notice zeros, and a CPU takes half a minute to draw
+    # two billion numbers.
+    generator = torch.Generator(device).manual_seed(0)
+    values = torch.randn(numel, generator=generator, device=device) * 0.02
+    grads = torch.randn(numel, generator=generator, device=device)
+    params = []
+    for _ in range(tensors):
+        param = torch.nn.Parameter(values.to(dtype, copy=True))
+        param.grad = grads.to(dtype, copy=True)
+        params.append(param)
+    return params
+
+
+class Watch:
+    """Remembers some of the parameters, to tell afterwards that they were trained."""
+
+    def __init__(self, params: Sequence[torch.Tensor]) -> None:
+        self._params = [params[0], params[-1]]
+        self._all = list(params)
+        self._before = self._samples()
+
+    def _samples(self) -> list[torch.Tensor]:
+        # The end of a parameter as well: the last chunk is the one that goes missing.
+        ends = [end for param in self._params for end in (param[:_SAMPLE_NUMEL], param[-_SAMPLE_NUMEL:])]
+        return [end.detach().clone() for end in ends]
+
+    def assert_trained(self) -> None:
+        """Every parameter is finite and the watched ones changed."""
+        assert torch.stack([param.isfinite().all() for param in self._all]).all(), "a parameter is not finite"
+        for before, after in zip(self._before, self._samples(), strict=True):
+            assert not torch.equal(before, after), "the steps changed no parameter"
+
+    def assert_unchanged(self) -> None:
+        """The watched parameters are what they were, bit for bit."""
+        for before, after in zip(self._before, self._samples(), strict=True):
+            assert torch.equal(before, after), "parameters changed although no kernel should have run"
+
+
+class PeakMemory:
+    """GPU memory that is taken from now on, beyond what is allocated now."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
+
+    def extra_bytes(self) -> int | None:
+        """The most that was allocated at once since then; None on a CPU."""
+        if self._device.type != "cuda":
+            return None
+        return torch.cuda.max_memory_allocated(self._device) - self._before
+
+
+def release_memory() -> None:
+    """Gives everything back that nobody refers to any more, pinned host memory of torch included."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        empty_host_cache = getattr(torch._C, "_host_emptyCache", None)
+        if empty_host_cache is not None:
+            empty_host_cache()

@@ -1,0 +1,83 @@
+"""How much each benchmark does: the full size on a GPU, a small one on a CPU, the least of everything for a smoke test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fused_offload import OffloadConfig
+
+MIB = 2**20
+
+COPY_MIB = (1, 4, 8, 16, 24, 48, 64)
+DUPLEX_MIB = (4, 8, 16, 24, 48, 64)  # where a link is at its best; the smallest copies are bound by their launches
+SWEEP_CHUNK_MIB = (8, 16, 24, 48, 96)
+SWEEP_DEPTHS = (2, 3, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scale:
+    """Sizes and repetitions.
+
+    Attributes:
+        numel: parameters in all.
+        tensors: how many tensors they are split into.
+        rounds: timed repetitions; rows give their median.
+        warmup_rounds: repetitions before them: compilation, allocation, clocks.
+        launches: kernels timed as one, so that what the host does before the first does not count.
+        link_bytes: bytes that one measurement of the link moves each way, at least.
+        small_tensors: tensors of the many-small-tensors case.
+        small_numel: elements of each of them.
+        few_tensors: tensors that the same elements are in for comparison.
+        drift_steps: steps in a row when looking for a slow-down.
+        sweep_rounds: timed repetitions of each point of the sweep.
+        offload: how state is streamed.
+    """
+
+    numel: int
+    tensors: int = 64
+    rounds: int = 5
+    warmup_rounds: int = 3
+    launches: int = 10
+    link_bytes: int = 2_000_000_000
+    small_tensors: int = 20_000
+    small_numel: int = 512
+    few_tensors: int = 20
+    drift_steps: int = 200
+    sweep_rounds: int = 2
+    offload: OffloadConfig = OffloadConfig()  # noqa: RUF009 - immutable
+
+    @property
+    def tensor_numel(self) -> int:
+        """Elements of each tensor."""
+        return max(1, self.numel // self.tensors)
+
+    def chunk_bytes(self, mib: int) -> int:
+        """Chunk size of a sweep point; scaled down with the chunks of a smoke test."""
+        return mib * self.offload.chunk_bytes // 48
+
+
+def full_scale(numel: int) -> Scale:
+    """What numbers are published from."""
+    return Scale(numel=numel)
+
+
+def cpu_scale(numel: int) -> Scale:
+    """Without a GPU: plain torch does the steps, so fewer and smaller ones."""
+    return Scale(numel=numel, launches=1, small_tensors=1_000, drift_steps=20)
+
+
+def smoke_scale(numel: int) -> Scale:
+    """Each benchmark once, as small as it can be with several chunks and several programs."""
+    return Scale(
+        numel=numel,
+        tensors=4,
+        rounds=1,
+        warmup_rounds=1,
+        launches=1,
+        link_bytes=4 * MIB,
+        small_tensors=100,
+        few_tensors=2,
+        drift_steps=8,
+        sweep_rounds=1,
+        offload=OffloadConfig(chunk_bytes=48 * 1024),
+    )

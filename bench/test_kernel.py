@@ -1,0 +1,151 @@
+"""The update by itself, on state that is in GPU memory already: is it as fast as that memory?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from cases import FORM_12B, KERNEL_FORMS, LR, STEP_FORMS, WEIGHT_DECAY, StoredForm, Watch, make_params
+from clock import measure, synchronize
+from peers import te_fused_adam
+from rows import Rows, make_row
+from scale import Scale
+
+from fused_offload.kernels import adam
+from fused_offload.kernels.forms import SCALE_BLOCK, Form, Stored
+from fused_offload.kernels.reference import AdamState, adam_scalars
+from fused_offload.plan import align
+
+
+def launches_ms(launch: Callable[[], Any], count: int, device: torch.device) -> float:
+    """Mean time of one of several launches in a row."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        for _ in range(count):
+            launch()
+        return (time.perf_counter() - start) * 1e3 / count
+    # One more launch first keeps the GPU busy until the host is ahead of it: what it takes to prepare a launch is not
+    # the kernel's time.
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    launch()
+    start.record()
+    for _ in range(count):
+        launch()
+    end.record()
+    synchronize(device)
+    return start.elapsed_time(end) / count
+
+
+def resident_state(form: StoredForm, numel: int, device: torch.device) -> AdamState:
+    """State of ``numel`` elements, not yet set."""
+
+    def stored(key_form: Form) -> Stored:
+        scale = torch.ones(numel // SCALE_BLOCK, device=device) if key_form.scaled else None
+        return Stored(key_form, torch.zeros(numel, dtype=key_form.dtype, device=device), scale)
+
+    return AdamState(stored(form.exp_avg), stored(form.exp_avg_sq), stored(form.master_param))
+
+
+def address_table(params: list[torch.nn.Parameter], device: torch.device) -> tuple[torch.Tensor, int]:
+    """One row for each parameter, and the programs of a launch over all."""
+    table, program = [], 0
+    for index, param in enumerate(params):
+        start = index * align(param.numel())
+        assert param.grad is not None
+        table.append((program, param.data_ptr(), param.grad.data_ptr(), start, param.numel()))
+        program += adam.programs_of(param.numel())
+    return torch.tensor(table, dtype=torch.int64, device=device), program
+
+
+@pytest.mark.parametrize("numerics", ["ieee", pytest.param("te", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("form", KERNEL_FORMS, ids=str)
+def test_fused_kernel(
+    form: StoredForm, numerics: str, benchmark, scale: Scale, rows: Rows, device: torch.device
+) -> None:
+    numel, tensors = scale.tensor_numel, scale.tensors
+    params = make_params(numel, tensors, device)
+    table, programs = address_table(params, device)
+    state = resident_state(form, tensors * align(numel), device)
+    aligned = all(address % 16 == 0 for row in table.tolist() for address in row[1:3])
+    kind = adam.LaunchKind(torch.bfloat16, torch.bfloat16, numerics, aligned)
+    scalars = adam_scalars(
+        lr=LR, betas=(0.9, 0.999), eps=1e-8, weight_decay=WEIGHT_DECAY, step=1, bias_corrected=True, adam_w_mode=True
+    )
+    watch = Watch(params)
+    adam.adam_step_(table, tensors, programs, state._replace(init_moments=True, init_master=True), scalars, kind)
+    watch.assert_trained()
+
+    watch = Watch(params)
+    samples = measure(
+        benchmark,
+        lambda: launches_ms(lambda: adam.adam_step_(table, tensors, programs, state, scalars, kind), scale.launches, device),
+        rounds=scale.rounds,
+        warmup_rounds=scale.warmup_rounds,
+    )
+
+    watch.assert_trained()
+    row = make_row(
+        f"kernel/{form}/{numerics}",
+        samples,
+        params={"form": form.name, "numerics": numerics, "launches": scale.launches},
+        numel=numel * tensors,
+        memory_bytes=form.kernel_bytes(numel, tensors),
+    )
+    rows.add(benchmark, row)
+
+
+def test_torch_fused_adamw(benchmark, scale: Scale, rows: Rows, device: torch.device) -> None:
+    numel, tensors = scale.tensor_numel, scale.tensors
+    params = make_params(numel, tensors, device, torch.float32)
+    optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, foreach=False, fused=True)
+    watch = Watch(params)
+
+    samples = measure(
+        benchmark,
+        lambda: launches_ms(optimizer.step, scale.launches, device),
+        rounds=scale.rounds,
+        warmup_rounds=scale.warmup_rounds,
+    )
+
+    watch.assert_trained()
+    row = make_row(
+        "kernel/torch-fused-fp32",
+        samples,
+        params={"form": "fp32 parameters, no master", "launches": scale.launches},
+        numel=numel * tensors,
+        memory_bytes=7 * 4 * numel * tensors,  # I/O: read param + grad + 2 moments, write param + 2 moments
+        note="float32 parameters and gradients",
+    )
+    rows.add(benchmark, row)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", STEP_FORMS, ids=str)
+def test_te_fused_adam(form: StoredForm, benchmark, scale: Scale, rows: Rows, device: torch.device) -> None:
+    fused_adam = te_fused_adam()
+    numel, tensors = scale.tensor_numel, scale.tensors
+    params = make_params(numel, tensors, device)
+    optimizer = fused_adam(params, **form.arguments)
+    watch = Watch(params)
+
+    samples = measure(
+        benchmark,
+        lambda: launches_ms(optimizer.step, scale.launches, device),
+        rounds=scale.rounds,
+        warmup_rounds=scale.warmup_rounds,
+    )
+
+    watch.assert_trained()
+    row = make_row(
+        f"kernel/te-fused-adam/{form}",
+        samples,
+        params={"form": form.name, "launches": scale.launches},
+        numel=numel * tensors,
+        # What an update has to move. Where TE converts moments to float32 first, it moves more.
+        memory_bytes=form.kernel_bytes(numel, tensors),
+        note="TransformerEngine's FusedAdam" + (", with its master" if form is FORM_12B else ""),
+    )
+    rows.add(benchmark, row)

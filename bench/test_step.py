@@ -1,0 +1,231 @@
+"""The whole step, from gradients to state back in host memory, against what the link allows."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+from cases import FORM_6B, FORM_12B, LR, STEP_FORMS, WEIGHT_DECAY, PeakMemory, StoredForm, Watch, make_params
+from clock import StepTime, measure, time_step, wall_ms
+from copies_only import run_copies_only
+from duplex import PlainDuplex, host_slabs
+from rows import Rows, make_row
+from scale import DUPLEX_MIB, MIB, Scale
+
+from fused_offload import FusedOffloadAdam, OffloadConfig
+
+
+@contextmanager
+def offloaded(params: list[Any], offload: OffloadConfig, **arguments: Any) -> Iterator[FusedOffloadAdam]:
+    """An optimizer that gives its memory back."""
+    optimizer = FusedOffloadAdam(params, offload=offload, **arguments)
+    try:
+        yield optimizer
+    finally:
+        optimizer.close()
+
+
+def timed_step(optimizer: FusedOffloadAdam, device: torch.device) -> StepTime:
+    """One step and its write-back."""
+    return time_step(optimizer.step, device, finish=optimizer.synchronize)
+
+
+class LinkRounds:
+    """What a step is compared with, measured right before it: its copies without kernels, and plain duplex copies."""
+
+    def __init__(self, optimizer: FusedOffloadAdam, device: torch.device) -> None:
+        self.copies_ms: list[float] = []
+        self.plain_ms: defaultdict[int, list[float]] = defaultdict(list)
+        self._optimizer = optimizer
+        self._device = device
+        self._plain = PlainDuplex(host_slabs(optimizer), device, [mib * MIB for mib in DUPLEX_MIB])
+
+    def measure(self) -> None:
+        """One round of all of them."""
+        self.copies_ms.append(wall_ms(lambda: run_copies_only(self._optimizer), self._device))
+        self._plain.refresh()
+        for mib in DUPLEX_MIB:
+            self.plain_ms[mib].append(wall_ms(lambda mib=mib: self._plain.run(mib * MIB), self._device))
+
+    def keep(self, rounds: int) -> tuple[list[float], int, list[float]]:
+        """The timed rounds: of the copies; the best size in MiB of a plain copy; of the plain copies of that size."""
+        plain = {mib: samples[-rounds:] for mib, samples in self.plain_ms.items()}
+        best_mib = min(plain, key=lambda mib: median(plain[mib]))
+        return self.copies_ms[-rounds:], best_mib, plain[best_mib]
+
+
+@pytest.mark.parametrize("form", STEP_FORMS, ids=str)
+def test_whole_step(form: StoredForm, benchmark, scale: Scale, rows: Rows, device: torch.device) -> None:
+    numel, tensors = scale.tensor_numel, scale.tensors
+    params = make_params(numel, tensors, device)
+    memory = PeakMemory(device)
+    with offloaded(params, scale.offload, **form.arguments) as optimizer:
+        for _ in range(scale.warmup_rounds):
+            timed_step(optimizer, device)
+        extra_gpu_bytes = memory.extra_bytes()  # before the mirror of the plain copies is there
+        link = None
+        if device.type == "cuda":
+            link = LinkRounds(optimizer, device)
+            check_that_copies_change_nothing(optimizer, link, params)
+        watch = Watch(params)
+
+        times = measure(
+            benchmark,
+            lambda: timed_step(optimizer, device),
+            rounds=scale.rounds,
+            warmup_rounds=scale.warmup_rounds,
+            setup=link.measure if link is not None else None,
+        )
+
+        watch.assert_trained()
+        assert all(value.isfinite().all() for value in optimizer.state[params[-1]].values())
+
+    state_bytes = form.state_bytes(numel, tensors)
+    common: dict[str, Any] = {"numel": numel * tensors, "bytes_to_device": state_bytes, "bytes_to_host": state_bytes}
+    chunks = {"form": form.name, "chunk_bytes": scale.offload.chunk_bytes, "depth": scale.offload.depth}
+    step_ms = [time.total_ms for time in times]
+    step_row = {"params": chunks, "extra_gpu_bytes": extra_gpu_bytes, "host_ms": median(t.host_ms for t in times)}
+    if link is None:
+        step_row["note"] = "CPU: plain torch, nothing crosses a link"
+    else:
+        copies_ms, best_mib, plain_ms = link.keep(len(times))
+        plain = {"form": form.name, "copy_mib": best_mib}
+        rows.add(benchmark, make_row(f"step/{form}/plain-duplex", plain_ms, params=plain, **common))
+        to_link = median(copies_ms) / median(plain_ms)
+        rows.add(
+            benchmark, make_row(f"step/{form}/copies-only", copies_ms, params=chunks, ratio_to_link=to_link, **common)
+        )
+        step_row["ratio_to_copies"] = median(step_ms) / median(copies_ms)
+        step_row["ratio_to_link"] = median(step_ms) / median(plain_ms)
+    rows.add(benchmark, make_row(f"step/{form}/whole-step", step_ms, **step_row, **common))
+
+
+def check_that_copies_change_nothing(optimizer: FusedOffloadAdam, link: LinkRounds, params: list[Any]) -> None:
+    """What the step is compared with moves the same bytes to the same places, or the comparison means nothing."""
+    views = [view for param in (params[0], params[-1]) for view in optimizer.state[param].values()]
+    before = [view.clone() for view in views]
+    watch = Watch(params)
+    link.measure()
+    watch.assert_unchanged()
+    for value, view in zip(before, views, strict=True):
+        assert torch.equal(value, view), "copies without kernels changed the state"
+
+
+def test_many_small_tensors(benchmark, scale: Scale, rows: Rows, device: torch.device) -> None:
+    """Thousands of tiny parameters against the same bytes in a few: the price of a tensor is the host's."""
+    form = FORM_12B
+    few_numel = scale.small_tensors * scale.small_numel // scale.few_tensors
+    many = make_params(scale.small_numel, scale.small_tensors, device)
+    few = make_params(few_numel, scale.few_tensors, device)
+    few_times: list[StepTime] = []
+    with (
+        offloaded(many, scale.offload, **form.arguments) as many_optimizer,
+        offloaded(few, scale.offload, **form.arguments) as few_optimizer,
+    ):
+        watches = [Watch(many), Watch(few)]
+        times = measure(
+            benchmark,
+            lambda: timed_step(many_optimizer, device),
+            rounds=scale.rounds,
+            warmup_rounds=scale.warmup_rounds,
+            setup=lambda: few_times.append(timed_step(few_optimizer, device)),
+        )
+        for watch in watches:
+            watch.assert_trained()
+
+    few_times = few_times[-len(times) :]
+    few_ms = median(time.total_ms for time in few_times)
+    for label, tensors, numel, samples in (
+        ("few", scale.few_tensors, few_numel, few_times),
+        ("many", scale.small_tensors, scale.small_numel, times),
+    ):
+        state_bytes = form.state_bytes(numel, tensors) if device.type == "cuda" else None
+        total_ms = [time.total_ms for time in samples]
+        row = make_row(
+            f"tensors/{label}",
+            total_ms,
+            params={"form": form.name, "tensors": tensors, "tensor_numel": numel, "peer": "tensors/few"},
+            numel=tensors * numel,
+            bytes_to_device=state_bytes,
+            bytes_to_host=state_bytes,
+            host_ms=median(time.host_ms for time in samples),
+            ratio_to_peer=median(total_ms) / few_ms,
+        )
+        rows.add(benchmark, row)
+
+
+def test_resident_against_torch(benchmark, scale: Scale, rows: Rows, device: torch.device) -> None:
+    """With fraction=0 nothing is offloaded; torch's fused AdamW then does the same work on the same bytes."""
+    numel, tensors = scale.tensor_numel, scale.tensors
+    ours, theirs = (make_params(numel, tensors, device, torch.float32) for _ in range(2))
+    memory = PeakMemory(device)
+    torch_optimizer = torch.optim.AdamW(theirs, lr=LR, weight_decay=WEIGHT_DECAY, foreach=False, fused=True)
+    torch_optimizer.step()
+    torch_bytes = memory.extra_bytes()
+    torch_times: list[StepTime] = []
+    memory = PeakMemory(device)
+    with offloaded(ours, OffloadConfig(fraction=0.0), lr=LR, weight_decay=WEIGHT_DECAY) as optimizer:
+        timed_step(optimizer, device)
+        our_bytes = memory.extra_bytes()
+        watches = [Watch(ours), Watch(theirs)]
+        times = measure(
+            benchmark,
+            lambda: timed_step(optimizer, device),
+            rounds=scale.rounds,
+            warmup_rounds=scale.warmup_rounds,
+            setup=lambda: torch_times.append(time_step(torch_optimizer.step, device)),
+        )
+        for watch in watches:
+            watch.assert_trained()
+
+    torch_times = torch_times[-len(times) :]
+    torch_ms = median(time.total_ms for time in torch_times)
+    for label, samples, extra_gpu_bytes in (
+        ("torch-fused", torch_times, torch_bytes),
+        ("fraction-0", times, our_bytes),
+    ):
+        total_ms = [time.total_ms for time in samples]
+        row = make_row(
+            f"resident/{label}",
+            total_ms,
+            params={"form": "fp32 parameters, no master", "peer": "resident/torch-fused"},
+            numel=numel * tensors,
+            memory_bytes=7 * 4 * numel * tensors,  # I/O: read param + grad + 2 moments, write param + 2 moments
+            extra_gpu_bytes=extra_gpu_bytes,
+            host_ms=median(time.host_ms for time in samples),
+            ratio_to_peer=median(total_ms) / torch_ms,
+        )
+        rows.add(benchmark, row)
+
+
+def test_drift(benchmark, scale: Scale, rows: Rows, device: torch.device) -> None:
+    """Many steps in a row: memory that grows or a queue that fills would show as a step that takes longer and longer."""
+    form = FORM_6B
+    numel, tensors = scale.tensor_numel, scale.tensors
+    params = make_params(numel, tensors, device)
+    with offloaded(params, scale.offload, **form.arguments) as optimizer:
+        watch = Watch(params)
+        times = measure(benchmark, lambda: timed_step(optimizer, device), rounds=scale.drift_steps)
+        watch.assert_trained()
+
+    total_ms = [time.total_ms for time in times]
+    count = len(total_ms)
+    # Of 200 steps these are 10 to 60, when everything is warm, and the last 50.
+    early, late = total_ms[count // 20 : max(1, count * 3 // 10)], total_ms[-(-count * 3 // 4) :] or total_ms
+    state_bytes = form.state_bytes(numel, tensors) if device.type == "cuda" else None
+    for label, samples in (("early", early), ("late", late)):
+        row = make_row(
+            f"drift/{label}",
+            samples,
+            params={"form": form.name, "steps": count, "peer": "drift/early"},
+            numel=numel * tensors,
+            bytes_to_device=state_bytes,
+            bytes_to_host=state_bytes,
+            ratio_to_peer=median(samples) / median(early),
+        )
+        rows.add(benchmark, row)

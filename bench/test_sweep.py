@@ -1,0 +1,76 @@
+"""Chunk size and depth of the ring, for whoever has another machine than the defaults were measured on (--sweep)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+from typing import NamedTuple
+
+import pytest
+import torch
+from cases import FORM_6B, FORM_12B, StoredForm, Watch, make_params
+from clock import measure, time_step
+from rows import Rows, make_row
+from scale import SWEEP_CHUNK_MIB, SWEEP_DEPTHS, Scale
+
+from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.engine import Engine
+from fused_offload.planner import Planner
+
+
+class Swept(NamedTuple):
+    """One optimizer for all points of a form: its gigabytes are page-locked once, and every point uses the same ones."""
+
+    form: StoredForm
+    params: list[torch.nn.Parameter]
+    optimizer: FusedOffloadAdam
+
+
+@pytest.fixture(scope="module", params=[FORM_12B, FORM_6B], ids=str)
+def swept(request: pytest.FixtureRequest, scale: Scale, device: torch.device) -> Iterator[Swept]:
+    if not request.config.getoption("sweep"):
+        pytest.skip("the sweep takes minutes; ask for it with --sweep")
+    params = make_params(scale.tensor_numel, scale.tensors, device)
+    optimizer = FusedOffloadAdam(params, offload=scale.offload, **request.param.arguments)
+    yield Swept(request.param, params, optimizer)
+    optimizer.close()
+
+
+def reconfigure(optimizer: FusedOffloadAdam, config: OffloadConfig) -> None:
+    """Lets the next step stream by another configuration; a ring is never made smaller otherwise."""
+    optimizer.synchronize()
+    optimizer.release_gpu_memory()
+    optimizer.offload = config
+    optimizer._planner = Planner(config)
+    optimizer._engine = Engine(config)
+
+
+@pytest.mark.parametrize("depth", SWEEP_DEPTHS)
+@pytest.mark.parametrize("chunk_mib", SWEEP_CHUNK_MIB)
+def test_sweep(
+    swept: Swept, chunk_mib: int, depth: int, benchmark, scale: Scale, rows: Rows, device: torch.device
+) -> None:
+    config = OffloadConfig(chunk_bytes=scale.chunk_bytes(chunk_mib), depth=depth)
+    reconfigure(swept.optimizer, config)
+    watch = Watch(swept.params)
+
+    times = measure(
+        benchmark,
+        lambda: time_step(swept.optimizer.step, device, finish=swept.optimizer.synchronize),
+        rounds=scale.sweep_rounds,
+        warmup_rounds=scale.warmup_rounds,
+    )
+
+    watch.assert_trained()
+    state_bytes = swept.form.state_bytes(scale.tensor_numel, scale.tensors)
+    row = make_row(
+        f"sweep/{swept.form}/{chunk_mib}MiB-x{depth}",
+        [time.total_ms for time in times],
+        params={"form": swept.form.name, "chunk_bytes": config.chunk_bytes, "depth": depth},
+        numel=scale.tensor_numel * scale.tensors,
+        bytes_to_device=state_bytes,
+        bytes_to_host=state_bytes,
+        extra_gpu_bytes=swept.optimizer.memory_report().ring_bytes,
+        host_ms=median(time.host_ms for time in times),
+    )
+    rows.add(benchmark, row)

@@ -1,0 +1,29 @@
+"""Test set-up that has to happen before the first test module is imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+_ROOT = Path(__file__).resolve().parent
+
+# pytest puts the folder of this file on sys.path. From there `import kernels` would find our top-level folder instead
+# of Hugging Face's `kernels` package, which transformers imports. Tests use the installed package, as users do.
+sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve() != _ROOT]
+
+if not torch.cuda.is_available():
+    # Read by Triton when it decorates a kernel, so it must be set before any module of ours is imported.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    device_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for item in items:
+        if item.get_closest_marker("gpu") and device_count == 0:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        if item.get_closest_marker("multi_gpu") and device_count < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs 2 CUDA GPUs, found {device_count}"))

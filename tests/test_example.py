@@ -1,0 +1,71 @@
+"""The demo: three trainings that must end in the same bits, and an exit code that says whether they did."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_gpt.py"
+
+
+@pytest.fixture(scope="module")
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses look their module up by name.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_demo(*arguments: str) -> str:
+    # A table cut to a narrow terminal would lose its last column.
+    environment = {**os.environ, "COLUMNS": "120"}
+    run = subprocess.run(
+        [sys.executable, str(EXAMPLE), *arguments], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return run.stdout
+
+
+def test_tiny_demo_end_to_end(tmp_path: Path) -> None:
+    output = run_demo("--size", "tiny", "--steps", "4", "--device", "cpu", "--checkpoint-dir", str(tmp_path))
+    assert output.count("same bits") == 3
+    losses = [float(loss) for loss in re.findall(r"step +\d+ +loss ([0-9.]+) +grad norm [0-9.]+ +lr", output)]
+    first_run, second_run, resumed = losses[:4], losses[4:8], losses[8:]
+    assert first_run == second_run
+    assert resumed == first_run[2:]
+    assert first_run[-1] < first_run[0] - 0.3
+    # 4 bytes each of exp_avg, exp_avg_sq and master_param, plus the padding of small tensors.
+    host_bytes = float(re.findall(r"per parameter +│ +([0-9.]+)", output)[0])
+    assert 12 <= host_bytes < 12.5
+    assert (tmp_path / "halfway.pt").exists()
+
+
+@pytest.mark.gpu
+def test_tiny_demo_on_a_gpu() -> None:
+    output = run_demo("--size", "tiny", "--steps", "4", "--device", "cuda")
+    assert output.count("same bits") == 3
+
+
+def test_a_different_bit_is_reported(example: ModuleType) -> None:
+    digests = example.Digests(parameters="a" * 64, optimizer="b" * 64)
+    other = digests._replace(optimizer="b" * 63 + "c")
+    assert example.report_agreement({"one": digests, "two": digests})
+    assert not example.report_agreement({"one": digests, "two": other})
+
+
+def test_exit_code_tells_of_different_bits(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(example, "run_demo", lambda options, directory: False)
+    monkeypatch.setattr(example, "make_deterministic", lambda device: example.contextlib.nullcontext())
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", "--size", "tiny", "--device", "cpu"])
+    assert example.main() == 1

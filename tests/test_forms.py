@@ -1,0 +1,300 @@
+"""Stored forms: what is rounded, what survives exactly, and what encodes to the same bits again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fused_offload.kernels.forms import (
+    BF16,
+    FP16,
+    FP16_NONZERO,
+    FP32,
+    REMAINDER,
+    SCALE_BLOCK,
+    Form,
+    Stored,
+    decode,
+    encode_,
+    join_remainder,
+    split_remainder_,
+)
+
+SCALED = pytest.mark.parametrize("form", [FP16, FP16_NONZERO], ids=["fp16", "fp16_nonzero"])
+VALUE_FORMS = pytest.mark.parametrize(
+    "form", [FP32, BF16, FP16, FP16_NONZERO], ids=["fp32", "bf16", "fp16", "fp16_nonzero"]
+)
+
+
+def empty(form: Form, numel: int) -> Stored:
+    # Sentinels, not zeros: an element or a scale that nobody writes must show.
+    data = torch.full((numel,), 77, dtype=form.dtype)
+    return Stored(form, data, torch.full((-(-numel // SCALE_BLOCK),), 77.0) if form.scaled else None)
+
+
+def encoded(form: Form, values: torch.Tensor) -> Stored:
+    stored = empty(form, values.numel())
+    encode_(stored, values)
+    return stored
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+
+
+def assert_same_bits(stored: Stored, other: Stored) -> None:
+    assert torch.equal(bits(stored.data), bits(other.data))
+    assert (stored.scale is None) == (other.scale is None)
+    if stored.scale is not None and other.scale is not None:
+        assert torch.equal(stored.scale, other.scale)
+
+
+def random_fp32(numel: int, seed: int = 0) -> torch.Tensor:
+    """Uniformly random bit patterns: every exponent, subnormals, infinities and NaNs of both signs."""
+    return torch.from_numpy(np.random.default_rng(seed).integers(0, 2**32, numel, dtype=np.uint32).view(np.float32))
+
+
+def wide_values(numel: int, seed: int = 0) -> torch.Tensor:
+    """Finite values of both signs over 2^-149 to 2^126, far from each other within every block."""
+    random = np.random.default_rng(seed)
+    values = np.ldexp(random.uniform(-2, 2, numel), random.integers(-149, 126, numel))
+    return torch.from_numpy(values.astype(np.float32))
+
+
+def bf16_bits_by_hand(values: torch.Tensor) -> np.ndarray:
+    """Nearest even of finite or infinite values, from the distances to both neighbours in float64."""
+    wide = values.numpy().astype(np.float64)
+    low = (values.numpy().view(np.uint32) >> 16).astype(np.uint32)
+
+    def value_of(high: np.ndarray) -> np.ndarray:
+        finite = (high << 16).view(np.float32).astype(np.float64)
+        # Beyond the largest bf16 comes 2^128, which stands for infinity when rounding.
+        return np.where(np.isinf(finite), np.copysign(2.0**128, finite), finite)
+
+    to_low, to_high = np.abs(wide - value_of(low)), np.abs(value_of(low + 1) - wide)
+    up = (to_high < to_low) | ((to_high == to_low) & (low & 1 == 1))
+    return np.where(np.isinf(wide), low, low + up).astype(np.uint16).view(np.int16)
+
+
+def test_bf16_rounds_to_the_nearest_even() -> None:
+    values = random_fp32(200_000)
+    ties = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16 | 0x8000
+    values = torch.cat([values, ties.view(torch.float32)])
+    values = values[~values.isnan()]
+    assert np.array_equal(bits(encoded(BF16, values).data).numpy(), bf16_bits_by_hand(values))
+
+
+def test_nan_stays_nan_in_every_form() -> None:
+    patterns = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -1], dtype=torch.int32)
+    for form in (FP32, BF16, FP16, FP16_NONZERO):
+        assert decode(encoded(form, patterns.view(torch.float32))).isnan().all(), form
+
+
+@VALUE_FORMS
+def test_what_a_form_can_represent_is_exact(form: Form) -> None:
+    values = torch.randint(-1023, 1024, (640,)).float() * 2.0**-20
+    values = values.to(torch.bfloat16).float() if form is BF16 else values
+    assert torch.equal(decode(encoded(form, values)), values)
+
+
+def test_fp32_keeps_every_bit() -> None:
+    values = random_fp32(10_000)
+    stored = encoded(FP32, values)
+    assert torch.equal(bits(stored.data), bits(values))
+    assert torch.equal(bits(decode(stored)), bits(values))
+
+
+@SCALED
+def test_scales_put_the_largest_magnitude_below_2_to_the_15(form: Form) -> None:
+    values = wide_values(300 * SCALE_BLOCK)
+    stored = encoded(form, values)
+    assert stored.scale is not None
+    mantissas, _ = np.frexp(stored.scale.numpy())
+    assert (mantissas == 0.5).all()
+    top = stored.data.view(-1, SCALE_BLOCK).float().abs().amax(dim=1)
+    at_the_floor = stored.scale == 2.0**-126
+    assert ((top >= 2.0**14) | at_the_floor).all()
+    assert (top < 2.0**15).all()
+    assert not at_the_floor.all()
+
+
+@SCALED
+def test_scaled_elements_are_rounded_to_the_nearest_even(form: Form) -> None:
+    values = wide_values(300 * SCALE_BLOCK).abs()
+    # Ties between neighbouring fp16 numbers, in blocks whose scale is 1.
+    values[:SCALE_BLOCK] = 2.0**14 + 8 * torch.arange(SCALE_BLOCK)
+    stored = encoded(form, values)
+    assert stored.scale is not None
+    # numpy rounds float64 to float16 correctly, and dividing by a power of two is exact in float64.
+    quotient = values.double().numpy() / stored.scale.double().repeat_interleave(SCALE_BLOCK).numpy()
+    expected = quotient.astype(np.float16)
+    if form.keep_nonzero:
+        expected[(expected == 0) & (quotient > 0)] = 2.0**-24
+    assert np.array_equal(stored.data.numpy().view(np.int16), expected.view(np.int16))
+
+
+@SCALED
+def test_error_within_a_block_of_huge_range(form: Form) -> None:
+    # 22 decades in one block: relative error while the value is a normal fp16 number, absolute error below.
+    values = torch.logspace(-20, 2, SCALE_BLOCK)
+    stored = encoded(form, values)
+    assert stored.scale is not None
+    step = stored.scale[0].double() * 2.0**-24  # smallest fp16 number in units of the values
+    largest_error = step if form.keep_nonzero else step / 2
+    error = (decode(stored).double() - values.double()).abs()
+    assert (error <= torch.maximum(values.double() * 2.0**-11, largest_error)).all()
+    assert error.max() > 0
+
+
+def test_positive_second_moments_never_become_zero() -> None:
+    values = torch.logspace(-44, 4, SCALE_BLOCK)
+    assert (values > 0).all()
+    assert (decode(encoded(FP16_NONZERO, values)) > 0).all()
+    # Without the rule they do, so the values above are small enough to need it.
+    assert (decode(encoded(FP16, values)) == 0).any()
+
+
+def test_zero_second_moments_stay_zero() -> None:
+    values = torch.zeros(2 * SCALE_BLOCK)
+    values[SCALE_BLOCK] = 1e4
+    assert torch.equal(decode(encoded(FP16_NONZERO, values)), values)
+
+
+@VALUE_FORMS
+def test_encoding_what_was_decoded_gives_the_same_bits(form: Form) -> None:
+    values = wide_values(2000 * SCALE_BLOCK + 17)
+    stored = encoded(form, values)
+    assert_same_bits(encoded(form, decode(stored)), stored)
+
+
+@SCALED
+def test_maxima_that_round_up_to_a_power_of_two_encode_to_the_same_bits(form: Form) -> None:
+    # One float32 below, at, and one above the tie between 2^15 - 16 and 2^15 (in units of the scale): a scale taken
+    # from the unrounded maximum would double at the second encoding and cost small neighbours their last bit.
+    tie = torch.tensor([2.0 - 2.0**-11], dtype=torch.float32)
+    for nudge in (-1, 0, 1):
+        maximum = (bits(tie) + nudge).view(torch.float32)
+        small = torch.arange(1, SCALE_BLOCK, dtype=torch.float32) * 2.0**-38
+        stored = encoded(form, torch.cat([maximum, small]))
+        assert_same_bits(encoded(form, decode(stored)), stored)
+
+
+@SCALED
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_infinities_and_nans_cost_their_neighbours_nothing(form: Form, value: float) -> None:
+    values = torch.rand(2 * SCALE_BLOCK) + 1e-3
+    clean = decode(encoded(form, values))
+    values[5] = value
+    values[SCALE_BLOCK + 127] = value
+    spoilt = decode(encoded(form, values))
+    hit = torch.zeros(values.numel(), dtype=torch.bool)
+    hit[[5, SCALE_BLOCK + 127]] = True
+    assert torch.equal(spoilt[hit].nan_to_num(1.0, 2.0, 3.0), values[hit].nan_to_num(1.0, 2.0, 3.0))
+    # The spoilt elements were not the largest of their blocks, so the scales, and all other values, are as before.
+    assert torch.equal(spoilt[~hit], clean[~hit])
+
+
+@VALUE_FORMS
+@pytest.mark.parametrize("numel", [1, 127, 128, 129, 255, 3 * 128 + 17])
+def test_partial_last_block(form: Form, numel: int) -> None:
+    whole = -(-numel // SCALE_BLOCK) * SCALE_BLOCK
+    values = torch.zeros(whole)
+    values[:numel] = wide_values(numel, seed=numel)
+    stored, padded = encoded(form, values[:numel]), encoded(form, values)
+    assert_same_bits(stored, padded.narrow(0, numel))
+    assert torch.equal(decode(stored), decode(padded)[:numel])
+
+
+@VALUE_FORMS
+def test_a_narrowed_run_is_the_same_memory(form: Form) -> None:
+    values = wide_values(5 * SCALE_BLOCK)
+    stored = encoded(form, values)
+    middle = stored.narrow(2 * SCALE_BLOCK, SCALE_BLOCK + 9)
+    assert torch.equal(decode(middle), decode(stored)[2 * SCALE_BLOCK : 3 * SCALE_BLOCK + 9])
+    before = decode(stored)
+    encode_(middle, torch.full((SCALE_BLOCK + 9,), 0.5))
+    after = decode(stored)
+    assert (after[2 * SCALE_BLOCK : 3 * SCALE_BLOCK + 9] == 0.5).all()
+    assert torch.equal(after[: 2 * SCALE_BLOCK], before[: 2 * SCALE_BLOCK])
+    assert torch.equal(after[4 * SCALE_BLOCK :], before[4 * SCALE_BLOCK :])
+
+
+def test_narrowing_twice_adds_up() -> None:
+    stored = encoded(FP16, wide_values(6 * SCALE_BLOCK))
+    twice = stored.narrow(SCALE_BLOCK, 4 * SCALE_BLOCK).narrow(2 * SCALE_BLOCK, SCALE_BLOCK + 1)
+    once = stored.narrow(3 * SCALE_BLOCK, SCALE_BLOCK + 1)
+    assert_same_bits(twice, once)
+    assert once.scale is not None
+    assert once.scale.numel() == 2
+
+
+def test_decode_writes_where_it_is_told() -> None:
+    stored = encoded(FP16, wide_values(SCALE_BLOCK + 3))
+    out = torch.full((SCALE_BLOCK + 3,), 9.0)
+    assert decode(stored, out) is out
+    assert torch.equal(out, decode(stored))
+
+
+def test_stored_bytes_count_scales() -> None:
+    assert [form.stored_bytes(256) for form in (FP32, BF16, FP16, REMAINDER)] == [1024, 512, 520, 512]
+
+
+def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    param = torch.empty(master.numel(), dtype=torch.bfloat16)
+    remainder = torch.empty(master.numel(), dtype=torch.int16)
+    split_remainder_(param, remainder, master)
+    return param, remainder
+
+
+def masters_with_ties() -> torch.Tensor:
+    high = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
+    edges = [high | low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)]
+    masters = torch.cat([*edges, bits(random_fp32(1_000_000))]).view(torch.float32)
+    return masters[~masters.isnan()]
+
+
+def test_remainders_keep_every_bit() -> None:
+    master = masters_with_ties()
+    assert master.numel() > 1_300_000
+    assert torch.equal(bits(join_remainder(*split(master))), bits(master))
+
+
+def test_every_pair_of_parameter_and_remainder_is_reached() -> None:
+    # With the test above this makes the split a bijection: no two masters share a pair, and no pair is wasted.
+    random = np.random.default_rng(1)
+    param = torch.from_numpy(random.integers(-(2**15), 2**15, 1_000_000).astype(np.int16))
+    remainder = torch.from_numpy(random.integers(-(2**15), 2**15, 1_000_000).astype(np.int16))
+    master = join_remainder(param.view(torch.bfloat16), remainder)
+    numbers = ~master.isnan()
+    again, rest = split(master[numbers])
+    assert numbers.sum() > 900_000
+    assert torch.equal(bits(again), param[numbers])
+    assert torch.equal(rest, remainder[numbers])
+
+
+def test_remainder_parameters_are_the_master_rounded_half_away_from_zero() -> None:
+    master = masters_with_ties()
+    master = master[master.abs() < 3e38]
+    param, _ = split(master)
+    magnitude = bits(master.abs()).to(torch.int64)
+    expected = ((magnitude + 0x8000) >> 16).to(torch.int16) | (bits(master) >> 16 & -0x8000).to(torch.int16)
+    assert torch.equal(bits(param), expected)
+    rounded_to_even = master.to(torch.bfloat16)
+    assert (param != rounded_to_even).any()  # ties are among them
+
+
+@pytest.mark.parametrize("pattern", [0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1, -0x400000])
+def test_nan_masters_stay_visible_in_the_parameter(pattern: int) -> None:
+    # 0x7FFFFFFF is what a GPU computes; rounded like a number, its parameter would be -0.0.
+    master = torch.tensor([pattern], dtype=torch.int32).view(torch.float32)
+    param, remainder = split(master)
+    assert param.isnan().all()
+    assert join_remainder(param, remainder).isnan().all()
+
+
+def test_remainders_need_their_parameter() -> None:
+    stored = empty(REMAINDER, 8)
+    with pytest.raises(TypeError, match="split_remainder_"):
+        encode_(stored, torch.zeros(8))
+    with pytest.raises(TypeError, match="join_remainder"):
+        decode(stored)

@@ -1,0 +1,86 @@
+"""Streaming on a real GPU: any chunking gives the bits of the resident run, and races would show."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from gpu_training import FORMS, Outcome, assert_same, differs, train
+
+from fused_offload import OffloadConfig
+
+pytestmark = pytest.mark.gpu
+
+MIB = 2**20
+RESIDENT = OffloadConfig(fraction=0.0)
+CONFIGS = [
+    *(OffloadConfig(chunk_bytes=size) for size in (MIB, 8 * MIB, 24 * MIB, 48 * MIB, 5 * MIB + 77, 2**40)),
+    *(OffloadConfig(chunk_bytes=MIB, depth=depth) for depth in (1, 2, 4)),
+    OffloadConfig(chunk_bytes=8 * MIB, fraction=0.3),
+    OffloadConfig(chunk_bytes=MIB, fraction=0.3, depth=2),
+]
+STREAMS = ("compute", "h2d", "d2h")
+DELAY_CYCLES = 2_000_000  # about 1 ms, longer than the copy of a 1 MiB chunk by far
+
+
+@functools.cache
+def resident(forms: str, steps: int = 20) -> Outcome:
+    return train(forms, RESIDENT, steps=steps)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.chunk_bytes / MIB:.2f}MiB-x{c.depth}-{c.fraction}")
+@pytest.mark.parametrize("forms", FORMS)
+def test_streamed_equals_resident(forms: str, config: OffloadConfig) -> None:
+    assert_same(train(forms, config), resident(forms))
+
+
+def test_small_chunks_of_many_sizes() -> None:
+    """Chunks of one block of 128 elements, and segments that end anywhere in a chunk."""
+    sizes = ((1,), (127,), (128,), (129,), (3 * 1024 + 17,), (1023,))
+    config = OffloadConfig(chunk_bytes=1)
+    assert_same(train("fp16", config, sizes=sizes), train("fp16", RESIDENT, sizes=sizes))
+
+
+def delay(monkeypatch: pytest.MonkeyPatch, slow: str, dropped: str | None = None) -> None:
+    """Puts a delay kernel in front of everything on one stream; drops all waits of another one."""
+    from fused_offload import pipeline
+
+    class SlowOps(pipeline.CudaOps):
+        def _sleep(self, name: str) -> None:
+            if name == slow:
+                with torch.cuda.stream(getattr(self, name)):
+                    torch.cuda._sleep(DELAY_CYCLES)
+
+        def wait(self, stream, event) -> None:  # type: ignore[no-untyped-def]
+            if dropped is not None and stream is getattr(self, dropped):
+                return
+            super().wait(stream, event)
+            if stream is self.compute:
+                self._sleep("compute")
+
+        def copy_to_device(self, slot, copies) -> None:  # type: ignore[no-untyped-def]
+            self._sleep("h2d")
+            super().copy_to_device(slot, copies)
+
+        def copy_to_host(self, slot, copies) -> None:  # type: ignore[no-untyped-def]
+            self._sleep("d2h")
+            super().copy_to_host(slot, copies)
+
+    monkeypatch.setattr(pipeline, "CudaOps", SlowOps)
+
+
+@pytest.mark.parametrize("slow", STREAMS)
+@pytest.mark.parametrize("forms", ["fp32", "fp16"])
+def test_a_slow_stream_changes_no_bit(forms: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = resident(forms, 6)
+    delay(monkeypatch, slow)
+    assert_same(train(forms, OffloadConfig(chunk_bytes=4 * MIB), steps=6), expected)
+
+
+@pytest.mark.parametrize(("dropped", "slow"), [("h2d", "d2h"), ("compute", "h2d"), ("d2h", "compute")])
+def test_every_wait_is_needed(dropped: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The delays above do provoke the races that the events prevent."""
+    expected = resident("fp32", 6)
+    delay(monkeypatch, slow, dropped)
+    assert differs(train("fp32", OffloadConfig(chunk_bytes=4 * MIB), steps=6), expected)

@@ -1,0 +1,548 @@
+"""The Triton kernel against the reference: interpreted on CPU, compiled where there is a GPU; bit for bit in both.
+
+Every comparison is of whole buffers, guard zones and padding included, so a write outside a piece fails the test too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+import triton.runtime.interpreter as interpreter
+from fused_offload.kernels import adam
+from fused_offload.kernels.adam import TABLE_COLUMNS, AmpSignals, LaunchKind, programs_of
+from fused_offload.kernels.forms import (
+    BF16,
+    FP16,
+    FP16_NONZERO,
+    FP32,
+    REMAINDER,
+    SCALE_BLOCK,
+    Form,
+    Stored,
+    decode,
+    encode_,
+    split_remainder_,
+)
+from fused_offload.kernels.reference import AdamScalars, AdamState, adam_scalars, adam_step_
+
+GUARD = 64  # elements of random bits on both sides of every parameter and gradient
+SIZES = (1, 3, 127, 128, 129, 1023, 1024, 1025, 3 * 1024 + 17)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Setup(NamedTuple):
+    """What the kernel is compiled for."""
+
+    param_dtype: torch.dtype = torch.float32
+    grad_dtype: torch.dtype = torch.float32
+    exp_avg: Form = FP32
+    exp_avg_sq: Form = FP32
+    master: Form | None = None
+    adam_w_mode: bool = True
+
+    def __str__(self) -> str:
+        names = [str(self.param_dtype)[6:], str(self.grad_dtype)[6:], self.exp_avg.name, self.exp_avg_sq.name]
+        return "-".join([*names, self.master.name if self.master else "none", "adamw" if self.adam_w_mode else "l2"])
+
+
+def covering_setups() -> list[Setup]:
+    """Setups in which every pair of two choices occurs, greedily few."""
+    choices = (DTYPES, DTYPES, (FP32, BF16, FP16), (FP32, BF16, FP16_NONZERO), (None, FP32, FP16, REMAINDER))
+    setups = [
+        Setup(*choice)
+        for choice in itertools.product(*choices, (True, False))
+        if choice[4] is not REMAINDER or choice[0] == torch.bfloat16
+    ]
+
+    def pairs(setup: Setup) -> set[Any]:
+        return set(itertools.combinations(enumerate(setup), 2))
+
+    missing = set().union(*map(pairs, setups))
+    chosen = []
+    while missing:
+        best = max(setups, key=lambda setup: len(pairs(setup) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+COVERING = covering_setups()
+SCALED = Setup(torch.bfloat16, torch.float32, FP16, FP16_NONZERO, FP16)
+SMALLEST = Setup(torch.bfloat16, torch.bfloat16, BF16, BF16, REMAINDER, adam_w_mode=False)
+# A float32 parameter's master is written and never read.
+FP32_WITH_MASTER = Setup(torch.float32, torch.bfloat16, FP16, FP16_NONZERO, FP16)
+TYPICAL = [Setup(), SCALED, SMALLEST, FP32_WITH_MASTER]
+
+# The interpreter computes with numpy, which remarks on inf / inf.
+IGNORE_INVALID = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+@pytest.fixture(scope="module")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@triton.jit
+def _fma_kernel(a_ptr, b_ptr, c_ptr, out_ptr, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    tl.store(out_ptr + lane, tl.fma(tl.load(a_ptr + lane), tl.load(b_ptr + lane), tl.load(c_ptr + lane)))
+
+
+def fma_rounds_once() -> bool:
+    a, b, c, out = torch.randn(4, 1024, generator=torch.Generator().manual_seed(0))
+    _fma_kernel[(1,)](a, b, c, out, BLOCK=1024)
+    return torch.equal(out, (a.double() * b.double() + c.double()).float())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def correctly_rounded_fma(device: torch.device) -> Iterator[None]:
+    """Interpreters of Triton 3.6 and older round an fma twice. The kernel cannot help that, so it is mended here."""
+    with pytest.MonkeyPatch.context() as patch:
+        if device.type == "cpu" and not fma_rounds_once():
+
+            def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+                exact = x.data.astype(np.float64) * y.data + z.data
+                return interpreter.TensorHandle(exact.astype(z.data.dtype), z.dtype.scalar)
+
+            patch.setattr(interpreter.InterpreterBuilder, "create_fma", create_fma)
+            assert fma_rounds_once()
+        yield
+
+
+def scalars_of(setup: Setup, step: int, lr: float | torch.Tensor = 0.01) -> AdamScalars:
+    return adam_scalars(
+        lr=lr,
+        betas=(0.9, 0.99),
+        eps=1e-8,
+        weight_decay=0.1,
+        step=step,
+        bias_corrected=True,
+        adam_w_mode=setup.adam_w_mode,
+    )
+
+
+def align(numel: int) -> int:
+    return -(-numel // SCALE_BLOCK) * SCALE_BLOCK
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+class Piece(NamedTuple):
+    """Part of one segment; ``offset`` is a multiple of 128."""
+
+    segment: int
+    offset: int
+    numel: int
+
+
+class World:
+    """Parameters, gradients and state of some segments, in memory that is full of random bits everywhere else."""
+
+    def __init__(self, setup: Setup, numels: Sequence[int], *, shift: int = 0) -> None:
+        """``shift`` moves parameters and gradients by elements, away from aligned addresses."""
+        self.setup = setup
+        self.numels = list(numels)
+        self.shift = GUARD + shift
+        self.random = torch.Generator().manual_seed(sum(numels))
+        self.params = [self._random_bits(self.shift + numel + GUARD, setup.param_dtype) for numel in numels]
+        self.grads = [self._random_bits(self.shift + numel + GUARD, setup.grad_dtype) for numel in numels]
+        for index, numel in enumerate(numels):
+            self.param(index).copy_(torch.randn(numel, generator=self.random))
+        # A block of nobody before and after.
+        self.starts = [SCALE_BLOCK + start for start in itertools.accumulate(map(align, numels), initial=0)]
+        total = self.starts.pop() + SCALE_BLOCK
+        self.state = AdamState(
+            self._stored(setup.exp_avg, total),
+            self._stored(setup.exp_avg_sq, total),
+            None if setup.master is None else self._stored(setup.master, total),
+            init_moments=True,
+            init_master=True,
+        )
+
+    def _random_bits(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nbytes = numel * dtype.itemsize
+        return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=self.random).view(dtype)
+
+    def _stored(self, form: Form, numel: int) -> Stored:
+        scale = self._random_bits(numel // SCALE_BLOCK, torch.float32) if form.scaled else None
+        return Stored(form, self._random_bits(numel, form.dtype), scale)
+
+    def clone(self, device: torch.device) -> World:
+        def moved(stored: Stored | None) -> Any:
+            if stored is None:
+                return None
+            scale = None if stored.scale is None else stored.scale.to(device, copy=True)
+            return Stored(stored.form, stored.data.to(device, copy=True), scale)
+
+        other = object.__new__(World)
+        other.__dict__ |= self.__dict__
+        other.params = [param.to(device, copy=True) for param in self.params]
+        other.grads = [grad.to(device, copy=True) for grad in self.grads]
+        other.state = self.state._replace(
+            exp_avg=moved(self.state.exp_avg),
+            exp_avg_sq=moved(self.state.exp_avg_sq),
+            master_param=moved(self.state.master_param),
+        )
+        return other
+
+    def param(self, index: int) -> torch.Tensor:
+        return self.params[index][self.shift : self.shift + self.numels[index]]
+
+    def grad(self, index: int) -> torch.Tensor:
+        return self.grads[index][self.shift : self.shift + self.numels[index]]
+
+    def new_grads(self, seed: int) -> None:
+        """Gradients over nine decades, with exact zeros and one whose square is subnormal."""
+        random = torch.Generator().manual_seed(seed)
+        for index, numel in enumerate(self.numels):
+            values = torch.randn(numel, generator=random) * 10 ** torch.empty(numel).uniform_(-7, 2, generator=random)
+            values[5::13] = 0
+            values[7::17] = 1e-20
+            self.grad(index).copy_(values)
+
+    def started(self) -> None:
+        self.state = self.state._replace(init_moments=False, init_master=False)
+
+    def pieces(self) -> list[Piece]:
+        return [Piece(index, 0, numel) for index, numel in enumerate(self.numels)]
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Bits of all memory, on CPU."""
+        found = {f"param {index}": param for index, param in enumerate(self.params)}
+        found |= {f"grad {index}": grad for index, grad in enumerate(self.grads)}
+        for key, stored in zip(AdamState._fields, self.state[:3], strict=False):
+            if isinstance(stored, Stored):
+                found[key] = stored.data
+                if stored.scale is not None:
+                    found[f"{key} scale"] = stored.scale
+        return {name: bits(tensor).cpu().clone() for name, tensor in found.items()}
+
+    def reference_step(self, scalars: AdamScalars, pieces: Iterable[Piece], grad_scale: float | None = None) -> None:
+        for segment, offset, numel in pieces:
+            adam_step_(
+                self.param(segment)[offset : offset + numel],
+                self.grad(segment)[offset : offset + numel],
+                self.state.narrow(self.starts[segment] + offset, numel),
+                scalars,
+                grad_scale=grad_scale,
+            )
+
+    def kernel_step(
+        self,
+        scalars: AdamScalars,
+        pieces: Sequence[Piece],
+        amp: AmpSignals | None = None,
+        *,
+        aligned: bool = False,
+        numerics: str = "ieee",
+    ) -> None:
+        rows, programs = [], 0
+        for segment, offset, numel in pieces:
+            param, grad = self.param(segment)[offset:], self.grad(segment)[offset:]
+            rows.append([programs, param.data_ptr(), grad.data_ptr(), self.starts[segment] + offset, numel])
+            programs += programs_of(numel)
+        # Rows beyond the launch's own are another chunk's; this one must not be found.
+        table = torch.tensor([*rows, [0, 0, 0, 0, 2**40]], device=self.params[0].device)
+        assert table.shape[1] == TABLE_COLUMNS
+        kind = LaunchKind(self.setup.param_dtype, self.setup.grad_dtype, numerics=numerics, aligned=aligned)
+        adam.adam_step_(table, len(rows), programs, self.state, scalars, kind, amp or AmpSignals())
+
+
+def assert_same_memory(actual: World, expected: World) -> None:
+    theirs = expected.buffers()
+    for name, ours in actual.buffers().items():
+        differing = int((ours != theirs[name]).sum())
+        assert differing == 0, f"{differing} of {ours.numel()} elements of {name} differ"
+
+
+def same_but_for_nans(actual: torch.Tensor, expected: torch.Tensor | None) -> bool:
+    assert expected is not None
+    actual, nans = actual.cpu(), expected.isnan()
+    return torch.equal(actual.isnan(), nans) and torch.equal(bits(actual)[~nans], bits(expected)[~nans])
+
+
+def both(setup: Setup, numels: Sequence[int], device: torch.device, *, steps: int = 0, shift: int = 0) -> list[World]:
+    """The same memory twice, for the kernel and for the reference, after some steps of the reference."""
+    expected = World(setup, numels, shift=shift)
+    for step in range(1, steps + 1):
+        expected.new_grads(step)
+        expected.reference_step(scalars_of(setup, step), expected.pieces())
+        expected.started()
+    expected.new_grads(steps + 1)
+    return [expected.clone(device), expected]
+
+
+# -- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setup", COVERING, ids=str)
+def test_every_combination_of_forms(setup: Setup, device: torch.device) -> None:
+    actual, expected = both(setup, (1, 129, 1025), device)
+    for step in (1, 2):
+        for world in (actual, expected):
+            world.new_grads(step)
+        actual.kernel_step(scalars_of(setup, step), actual.pieces())
+        expected.reference_step(scalars_of(setup, step), expected.pieces())
+        assert_same_memory(actual, expected)
+        for world in (actual, expected):
+            world.started()
+
+
+def test_covering_setups_cover_every_choice() -> None:
+    chosen = [set(choices) for choices in zip(*COVERING, strict=True)]
+    assert [len(choices) for choices in chosen] == [3, 3, 3, 3, 4, 2]
+    assert {setup.param_dtype for setup in COVERING if setup.master is REMAINDER} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("setup", TYPICAL, ids=str)
+def test_awkward_sizes_in_one_launch(setup: Setup, device: torch.device) -> None:
+    actual, expected = both(setup, SIZES, device, steps=2)
+    before = actual.buffers()
+    actual.kernel_step(scalars_of(setup, 3), actual.pieces(), aligned=True)
+    expected.reference_step(scalars_of(setup, 3), expected.pieces())
+    assert_same_memory(actual, expected)
+    for index in range(len(SIZES)):
+        assert not torch.equal(actual.buffers()[f"param {index}"], before[f"param {index}"])
+
+
+@pytest.mark.parametrize("numel", SIZES)
+def test_each_size_alone(numel: int, device: torch.device) -> None:
+    actual, expected = both(SCALED, (numel,), device, steps=1)
+    actual.kernel_step(scalars_of(SCALED, 2), actual.pieces())
+    expected.reference_step(scalars_of(SCALED, 2), expected.pieces())
+    assert_same_memory(actual, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 100])
+def test_programs_find_their_row(rows: int, device: torch.device) -> None:
+    # One to three programs a row, so that no arithmetic on the program number finds the row.
+    numels = [1 + (37 * row) % 50 + 1024 * (row % 20 == 1) + 2048 * (row % 50 == 2) for row in range(rows)]
+    actual, expected = both(Setup(), numels, device, steps=1)
+    actual.kernel_step(scalars_of(Setup(), 2), actual.pieces())
+    expected.reference_step(scalars_of(Setup(), 2), expected.pieces())
+    assert_same_memory(actual, expected)
+
+
+@pytest.mark.parametrize("setup", TYPICAL, ids=str)
+def test_pieces_inside_a_segment(setup: Setup, device: torch.device) -> None:
+    actual, expected = both(setup, (200, 3089), device, steps=1)
+    first_launch = [Piece(1, 128, 1152), Piece(0, 128, 72)]
+    second_launch = [Piece(1, 1280, 1809), Piece(1, 0, 128), Piece(0, 0, 128)]
+    for pieces in (first_launch, second_launch):
+        # After the first launch everything outside its pieces still has to be as it was.
+        actual.kernel_step(scalars_of(setup, 2), pieces)
+        expected.reference_step(scalars_of(setup, 2), pieces)
+        assert_same_memory(actual, expected)
+    whole = both(setup, (200, 3089), device, steps=1)[1]
+    whole.reference_step(scalars_of(setup, 2), whole.pieces())
+    assert_same_memory(actual, whole)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 3])
+@pytest.mark.parametrize("setup", [Setup(), SMALLEST], ids=str)
+def test_addresses_need_not_be_aligned(setup: Setup, shift: int, device: torch.device) -> None:
+    actual, expected = both(setup, (129, 2048), device, steps=1, shift=shift)
+    assert bool(actual.param(0).data_ptr() % 16) == bool(shift)
+    actual.kernel_step(scalars_of(setup, 2), actual.pieces(), aligned=False)
+    expected.reference_step(scalars_of(setup, 2), expected.pieces())
+    assert_same_memory(actual, expected)
+
+
+@pytest.mark.parametrize(("init_moments", "init_master"), [(True, False), (False, True)])
+@pytest.mark.parametrize("setup", [SCALED, SMALLEST, FP32_WITH_MASTER], ids=str)
+def test_moments_and_master_are_initialised_apart(
+    setup: Setup, init_moments: bool, init_master: bool, device: torch.device
+) -> None:
+    actual, expected = both(setup, (129, 1024), device, steps=1)
+    for world in (actual, expected):
+        world.state = world.state._replace(init_moments=init_moments, init_master=init_master)
+    actual.kernel_step(scalars_of(setup, 2), actual.pieces())
+    expected.reference_step(scalars_of(setup, 2), expected.pieces())
+    assert_same_memory(actual, expected)
+
+
+@IGNORE_INVALID
+@pytest.mark.parametrize("setup", [Setup(), SCALED, SMALLEST], ids=str)
+def test_infinite_and_nan_gradients(setup: Setup, device: torch.device) -> None:
+    # NaNs carry other payloads on other processors, so of them only the places are compared.
+    hit = [3, 4, 100, 200]
+    actual, expected = both(setup, (300,), device, steps=1)
+    for world in (actual, expected):
+        world.grad(0)[hit] = torch.tensor([float("nan"), float("inf"), float("nan"), float("-inf")]).to(world.grad(0))
+    actual.kernel_step(scalars_of(setup, 2), actual.pieces())
+    expected.reference_step(scalars_of(setup, 2), expected.pieces())
+    assert actual.param(0).cpu().isnan().nonzero().flatten().tolist() == hit
+    assert same_but_for_nans(actual.param(0), expected.param(0))
+    for ours, theirs in zip(actual.state[:2], expected.state[:2], strict=True):
+        assert isinstance(ours, Stored)
+        assert isinstance(theirs, Stored)
+        assert not ours.data[[SCALE_BLOCK + index for index in hit]].isfinite().any()
+        assert same_but_for_nans(ours.data, theirs.data)
+        assert ours.scale is None or same_but_for_nans(ours.scale, theirs.scale)
+
+
+# -- what the kernel reads on the device -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lr_dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_lr_is_read_from_the_device(lr_dtype: torch.dtype, device: torch.device) -> None:
+    actual, expected = both(Setup(), (129,), device, steps=1)
+    lr = torch.tensor(0.3, dtype=lr_dtype)
+    actual.kernel_step(scalars_of(Setup(), 2, lr=lr.to(device)), actual.pieces())
+    expected.reference_step(scalars_of(Setup(), 2, lr=lr), expected.pieces())
+    assert_same_memory(actual, expected)
+
+
+@pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [3.0, 65536.0])
+def test_gradients_are_divided_by_the_scale_on_the_device(
+    grad_dtype: torch.dtype, scale: float, device: torch.device
+) -> None:
+    setup = Setup(grad_dtype=grad_dtype)
+    actual, expected = both(setup, (129,), device, steps=1)
+    amp = AmpSignals(grad_scale=torch.tensor([scale], device=device))
+    actual.kernel_step(scalars_of(setup, 2), actual.pieces(), amp)
+    expected.reference_step(scalars_of(setup, 2), expected.pieces(), grad_scale=scale)
+    assert_same_memory(actual, expected)
+
+
+def signals(
+    device: torch.device, *, found_inf: float, skips: int = 0, skips_before: int = 0, step: int = 2
+) -> AmpSignals:
+    """Bias corrections for every number of skips that would still leave a step."""
+    corrections = [
+        [scalars.bias_correction1, scalars.bias_correction2]
+        for scalars in (scalars_of(Setup(), step - skips_before - row) for row in range(step - skips_before))
+    ]
+    return AmpSignals(
+        found_inf=torch.tensor([found_inf], device=device),
+        skips=torch.tensor([skips], device=device),
+        corrections=torch.tensor(corrections, dtype=torch.float32, device=device),
+        skips_before=skips_before,
+    )
+
+
+@pytest.mark.parametrize(("skips", "skips_before"), [(0, 0), (5, 0), (2, 2), (5, 2), (9, 8)])
+def test_bias_corrections_follow_the_skips(skips: int, skips_before: int, device: torch.device) -> None:
+    actual, expected = both(Setup(), (129, 1024), device, steps=1)
+    stale = scalars_of(Setup(), 10)._replace(bias_correction1=float("nan"), bias_correction2=float("nan"))
+    amp = signals(device, found_inf=0.0, skips=skips, skips_before=skips_before, step=10)
+    actual.kernel_step(stale, actual.pieces(), amp)
+    expected.reference_step(scalars_of(Setup(), 10 - skips), expected.pieces())
+    assert_same_memory(actual, expected)
+
+
+@IGNORE_INVALID
+@pytest.mark.parametrize("setup", [*TYPICAL, Setup(torch.float16, torch.float16, BF16, FP32, FP32)], ids=str)
+def test_a_skipped_step_changes_no_bit(setup: Setup, device: torch.device) -> None:
+    actual, expected = both(setup, (129, 1025), device, steps=2)
+    for world in (actual, expected):
+        world.grad(0).fill_(float("inf"))
+        world.grad(1).fill_(float("nan"))
+    actual.kernel_step(scalars_of(setup, 3), actual.pieces(), signals(device, found_inf=1.0, step=3))
+    assert_same_memory(actual, expected)
+
+
+def test_a_skipped_step_keeps_scales_of_maxima_that_rounded_up(device: torch.device) -> None:
+    # Here skipping rewrites what was read (the master has no other way to its slot), so encoding has to be idempotent
+    # even where the largest value of a block was rounded up to the next power of two.
+    actual, expected = both(FP32_WITH_MASTER, (SCALE_BLOCK,), device, steps=2)
+    for world in (actual, expected):
+        values = torch.arange(SCALE_BLOCK, dtype=torch.float32) * 2.0**-38
+        values[0] = 2.0 - 2.0**-20
+        for stored in (world.state.exp_avg, world.state.exp_avg_sq):
+            encoded = Stored(stored.form, torch.empty(SCALE_BLOCK, dtype=stored.form.dtype), torch.empty(1))
+            encode_(encoded, values)
+            run = stored.narrow(world.starts[0], SCALE_BLOCK)
+            run.data.copy_(encoded.data)
+            assert run.scale is not None
+            run.scale.copy_(encoded.scale)
+    actual.kernel_step(scalars_of(FP32_WITH_MASTER, 3), actual.pieces(), signals(device, found_inf=1.0, step=3))
+    assert_same_memory(actual, expected)
+
+
+def initialise(world: World) -> None:
+    """Initial state as the reference would encode it: zero moments, the parameter as master."""
+    for index, numel in enumerate(world.numels):
+        state, param = world.state.narrow(world.starts[index], numel), world.param(index)
+        encode_(state.exp_avg, torch.zeros(numel))
+        encode_(state.exp_avg_sq, torch.zeros(numel))
+        master = state.master_param
+        if master is not None and master.form is REMAINDER:
+            split_remainder_(param, master.data, param.float())
+        elif master is not None:
+            encode_(master, param.float())
+
+
+@IGNORE_INVALID
+@pytest.mark.parametrize("setup", TYPICAL, ids=str)
+def test_a_skipped_first_step_leaves_initial_state(setup: Setup, device: torch.device) -> None:
+    # The memory held random bits; what is copied back after a skipped first step must be a state to go on from.
+    actual, expected = both(setup, (129, 1025), device)
+    initialise(expected)
+    for world in (actual, expected):
+        world.grad(0).fill_(float("inf"))
+    params = {name: memory for name, memory in actual.buffers().items() if name.startswith("param")}
+    actual.kernel_step(scalars_of(setup, 1), actual.pieces(), signals(device, found_inf=1.0, step=1))
+    assert_same_memory(actual, expected)
+    after = actual.buffers()
+    assert all(torch.equal(after[name], memory) for name, memory in params.items())
+
+
+# -- fast math -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setup", COVERING, ids=str)
+def test_te_numerics_stay_within_fast_math_of_ieee(setup: Setup, device: torch.device) -> None:
+    # Moments know no division; they only lose subnormals. A division is within 2 ulp, a square root within 1, so an
+    # update, at most 1 plus the decay in a first step, is within 2^-20. Then its parameter may round to a neighbour.
+    actual, expected = both(setup, (1, 129, 1025), device)
+    scalars = scalars_of(setup, 1)
+    actual.kernel_step(scalars, actual.pieces(), numerics="te")
+    expected.reference_step(scalars, expected.pieces())
+    ours, theirs = actual.buffers(), expected.buffers()
+    dtype = torch.finfo(setup.param_dtype)
+    for index in range(3):
+        assert torch.equal(ours[f"grad {index}"], theirs[f"grad {index}"])
+        param, reference = actual.param(index).cpu().double(), expected.param(index).double()
+        ulp = dtype.eps * reference.abs().clamp(min=dtype.smallest_normal)
+        assert ((param - reference).abs() <= 0.01 * 1.5 * 2.0**-20 + ulp).all()
+    assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
+    on_cpu = actual.clone(torch.device("cpu"))
+    for start, numel in zip(expected.starts, expected.numels, strict=True):
+        # One step of a scaled form is what a lost subnormal may take from a value that has to stay positive.
+        values, wanted = (decode(world.state.exp_avg_sq.narrow(start, numel)) for world in (on_cpu, expected))
+        assert ((values - wanted).abs() <= 2.0**-126 + 2.0**-38 * wanted.max()).all()
+
+
+# -- size ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_state_beyond_2_to_the_31_elements(device: torch.device) -> None:
+    # Where offsets were 32-bit, this would write 4 GiB before the state, or fault.
+    setup = Setup(exp_avg=BF16, exp_avg_sq=BF16)
+    start, numel = 2**31 + SCALE_BLOCK, 1025
+    moments = [torch.zeros(start + 1152, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    state = AdamState(Stored(BF16, moments[0]), Stored(BF16, moments[1]), None)
+    small = World(setup, (numel,))
+    small.new_grads(1)
+    far = small.clone(device)
+    far.state, far.starts = state, [start]
+    small.reference_step(scalars_of(setup, 1), small.pieces())
+    far.kernel_step(scalars_of(setup, 1), far.pieces())
+    assert torch.equal(far.param(0).cpu(), small.param(0))
+    for moment, stored in zip(moments, small.state[:2], strict=True):
+        assert isinstance(stored, Stored)
+        assert torch.equal(moment[start : start + numel].cpu(), stored.narrow(SCALE_BLOCK, numel).data)
+        assert not moment[:start].any()

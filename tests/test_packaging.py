@@ -1,0 +1,75 @@
+"""The wheel holds what the tree holds, with `kernels/` below `fused_offload`, and takes no other top-level name."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path, PurePosixPath
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+INSTALLED_AS = {"fused_offload": "fused_offload", "kernels": "fused_offload/kernels"}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Built from a copy, since setuptools leaves build/ and *.egg-info in the folder that it builds.
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in INSTALLED_AS:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
+    built = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert built.returncode == 0, built.stdout + built.stderr
+    [path] = (source / "dist").glob("*.whl")
+    return path
+
+
+def test_wheel_holds_every_file_of_the_tree(wheel: Path) -> None:
+    expected = {
+        PurePosixPath(installed, path.relative_to(ROOT / folder))
+        for folder, installed in INSTALLED_AS.items()
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+    assert PurePosixPath("fused_offload/py.typed") in expected
+    names = [PurePosixPath(name) for name in zipfile.ZipFile(wheel).namelist()]
+    assert {name for name in names if not name.parts[0].endswith(".dist-info")} == expected
+
+
+def test_wheel_carries_the_license(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert [name for name in names if name.endswith(".dist-info/licenses/LICENSE")]
+
+
+def test_installed_wheel_imports(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    program = "import fused_offload, fused_offload.kernels as k; print(fused_offload.__file__); print(k.__file__)"
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    package = tmp_path / "fused_offload"
+    assert run.stdout.split() == [str(package / "__init__.py"), str(package / "kernels" / "__init__.py")]
+
+
+def test_kernels_refuses_to_be_a_top_level_module() -> None:
+    run = subprocess.run([sys.executable, "-c", "import kernels"], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "ImportError" in run.stderr
+    assert "fused_offload.kernels" in run.stderr
+
+
+def test_tests_do_not_see_the_folder_as_a_top_level_module() -> None:
+    spec = importlib.util.find_spec("kernels")
+    assert spec is None or not Path(str(spec.origin)).is_relative_to(ROOT / "kernels")
