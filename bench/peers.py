@@ -121,7 +121,7 @@ def _torchao(params: list[torch.nn.Parameter]) -> Ready:
 
 def _megatron_hybrid(*, overlap: bool) -> Callable[[list[torch.nn.Parameter]], Ready]:
     def build(params: list[torch.nn.Parameter]) -> Ready:
-        optimizer_class = import_peer("megatron.core.optimizer.cpu_offloading.hybrid_optimizer", "HybridDeviceOptimizer")
+        optimizer_class = import_peer("megatron.core.optimizer.cpu_offloading", "HybridDeviceOptimizer")
         # As megatron.core.optimizer makes it for --optimizer-cpu-offload. All is offloaded, so the GPU's class is idle.
         optimizer = optimizer_class(
             [{"params": params}],

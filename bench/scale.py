@@ -1,4 +1,4 @@
-"""How much each benchmark does: the full size on a GPU, a small one on a CPU, the least of everything for a smoke test."""
+"""How much each benchmark does: the full size on a GPU, a small one on a CPU, the least of everything in a smoke test."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ def smoke_scale(numel: int) -> Scale:
         numel=numel,
         tensors=4,
         rounds=1,
-        warmup_rounds=1,
+        warmup_rounds=0,
         launches=1,
         link_bytes=4 * MIB,
-        small_tensors=100,
+        small_tensors=20,
         few_tensors=2,
         drift_steps=8,
         sweep_rounds=1,
-        offload=OffloadConfig(chunk_bytes=48 * 1024),
+        offload=OffloadConfig(chunk_bytes=12 * 1024),
     )

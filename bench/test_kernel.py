@@ -78,10 +78,13 @@ def test_fused_kernel(
     adam.adam_step_(table, tensors, programs, state._replace(init_moments=True, init_master=True), scalars, kind)
     watch.assert_trained()
 
+    def launch() -> None:
+        adam.adam_step_(table, tensors, programs, state, scalars, kind)
+
     watch = Watch(params)
     samples = measure(
         benchmark,
-        lambda: launches_ms(lambda: adam.adam_step_(table, tensors, programs, state, scalars, kind), scale.launches, device),
+        lambda: launches_ms(launch, scale.launches, device),
         rounds=scale.rounds,
         warmup_rounds=scale.warmup_rounds,
     )

@@ -65,7 +65,7 @@ def test_whole_step(form: StoredForm, benchmark, scale: Scale, rows: Rows, devic
     params = make_params(numel, tensors, device)
     memory = PeakMemory(device)
     with offloaded(params, scale.offload, **form.arguments) as optimizer:
-        for _ in range(scale.warmup_rounds):
+        for _ in range(max(1, scale.warmup_rounds)):
             timed_step(optimizer, device)
         extra_gpu_bytes = memory.extra_bytes()  # before the mirror of the plain copies is there
         link = None
@@ -204,7 +204,7 @@ def test_resident_against_torch(benchmark, scale: Scale, rows: Rows, device: tor
 
 
 def test_drift(benchmark, scale: Scale, rows: Rows, device: torch.device) -> None:
-    """Many steps in a row: memory that grows or a queue that fills would show as a step that takes longer and longer."""
+    """Many steps in a row: memory that grows or a queue that fills would show as steps that take longer and longer."""
     form = FORM_6B
     numel, tensors = scale.tensor_numel, scale.tensors
     params = make_params(numel, tensors, device)

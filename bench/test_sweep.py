@@ -19,7 +19,7 @@ from fused_offload.planner import Planner
 
 
 class Swept(NamedTuple):
-    """One optimizer for all points of a form: its gigabytes are page-locked once, and every point uses the same ones."""
+    """One optimizer for all points of a form: its memory is page-locked once, and every point uses the same pages."""
 
     form: StoredForm
     params: list[torch.nn.Parameter]

@@ -20,7 +20,7 @@ from .planner import Planner
 from .report import MemoryReport, memory_report
 from .state import StateEntry, StateHooks, StateMapping, get_unscaled, set_scaled
 from .store import StateStore
-from .updates import Updates, check_params, collect_updates
+from .updates import ParamWatch, Updates, check_params
 
 
 class FusedOffloadAdam(torch.optim.Optimizer):
@@ -122,6 +122,9 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self._store = StateStore(offload, self._hooks, self._forms_of)
         self._planner = Planner(offload)
         self._engine = Engine(offload)
+        self._watch = ParamWatch()
+        self._entries: list[StateEntry | None] = []
+        self._entries_version = -1
         self._unconfirmed: list[tuple[StateEntry, dict[str, Any]]] = []
         self._closed = False
         self._failure: str | None = None
@@ -358,18 +361,18 @@ class FusedOffloadAdam(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             check_hyperparameters(group, lr_required=True)
-        updates = collect_updates(self.param_groups, self._grad_of)
-        self._check_device(updates)
+        changed = self._watch.refresh(self.param_groups)
+        updates = self._watch.collect(self.use_decoupled_grad)
+        if changed or self._hooks.version != self._entries_version:
+            self._check_entries(updates)
         amp = amp_inputs(self, grad_scaler)
-        if any(param.device.type == "cpu" for param in updates.params):
+        if amp.found_inf is not None and any(param.device.type == "cpu" for param in updates.params):
             amp = amp.on_host()  # the CPU loop must know now
         if amp.skipped_on_host():
             return loss
         self._take_in_skips()
-        wanted = self._params_with_state()
-        self._store.ensure(wanted, wanted)
-        self._store.rehome()
-        self._run(updates, amp)
+        entries = self._ready_entries(updates, changed)
+        self._run(updates, entries, amp)
         return loss
 
     def _check_usable(self) -> None:
@@ -381,7 +384,22 @@ class FusedOffloadAdam(torch.optim.Optimizer):
                 "together. Load a checkpoint into model and optimizer (load_state_dict) to go on."
             )
 
-    def _check_device(self, updates: Updates) -> None:
+    def _ready_entries(self, updates: Updates, changed: bool) -> list[StateEntry]:
+        """State of each update, with its storage."""
+        known = None if changed or self._hooks.version != self._entries_version else self._entries
+        if known is None or (None in known and any(known[position] is None for position in updates.positions)):
+            wanted = self._params_with_state()
+            self._store.ensure(wanted, wanted)
+            self._store.rehome()
+            known = self._entries = [self.state.get(param) for param in self._watch.params]
+            self._entries_version = self._hooks.version
+        else:
+            self._store.rehome_moved()
+        if len(updates.positions) == len(known):
+            return known
+        return [known[position] for position in updates.positions]
+
+    def _check_entries(self, updates: Updates) -> None:
         for param, group in zip(updates.params, updates.groups, strict=True):
             entry = self.state[param] if param in self.state else None
             if entry is None or entry.extent is None:
@@ -401,8 +419,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         if self.numerics == "te" and any(param.device.type != "cuda" for param in updates.params):
             raise RuntimeError("numerics='te' reproduces an NVIDIA GPU's fast math; on the CPU use numerics='ieee'")
 
-    def _run(self, updates: Updates, amp: AmpInputs) -> None:
-        entries = [self.state[param] for param in updates.params]
+    def _run(self, updates: Updates, entries: list[StateEntry], amp: AmpInputs) -> None:
         plan = self._planner.plan(updates, entries, self._hooks.version)
         steps = [int(group.get("step", 0)) + 1 for group in self.param_groups]
         scalars = {
@@ -432,10 +449,11 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             if launched:
                 self._failure = f"{type(error).__name__}: {error}"
             raise
-        new = self._store.mark_written(updates.params)
-        if amp.found_inf is not None and amp.found_inf.device.type != "cpu":
+        for entry in plan.initial:
+            entry.mark_set()
+        if plan.initial and amp.found_inf is not None and amp.found_inf.device.type != "cpu":
             group_of = dict(zip(map(id, updates.params), updates.groups, strict=True))
-            self._unconfirmed += [(entry, self.param_groups[group_of[id(entry.param)]]) for entry in new]
+            self._unconfirmed += [(entry, self.param_groups[group_of[id(entry.param)]]) for entry in plan.initial]
 
     def _bias_corrected(self, group: dict[str, Any]) -> bool:
         return bool(group.get("bias_correction", self.defaults["bias_correction"]))

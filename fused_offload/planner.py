@@ -43,11 +43,13 @@ class StepPlan:
     Attributes:
         chunks: streamed chunks, then what is resident; a piece's segment is an index into the step's updates.
         starts: first element of each update in its extent.
+        initial: entries whose state this step is the first to write.
         derived: what a device's pipeline worked out from the plan; lives as long as the plan.
     """
 
     chunks: tuple[Chunk, ...]
     starts: list[int]
+    initial: list[StateEntry]
     derived: dict[torch.device, Any] = field(default_factory=dict)
 
     def chunks_of(self, device: torch.device) -> list[Chunk]:
@@ -75,14 +77,13 @@ class Planner:
         if version != self._version:
             self.forget()
             self._version = version
-        signature = (tuple(map(id, entries)), tuple(updates.grad_dtypes), tuple(updates.groups))
-        plan = self._plans.get(signature)
+        plan = self._plans.get(updates.signature)
         if plan is None:
             plan = self._make(updates, entries)
-            self._plans[signature] = plan
+            self._plans[updates.signature] = plan
             if len(self._plans) > _PLANS_KEPT:
                 self._plans.popitem(last=False)
-        self._plans.move_to_end(signature)
+        self._plans.move_to_end(updates.signature)
         return plan
 
     def forget(self) -> None:
@@ -100,7 +101,8 @@ class Planner:
         chunks = make_plan(segments, self._capacity)
         # Resident state goes last: its kernels need no copy, so the link starts with the first chunk that does.
         ordered = sorted(chunks, key=lambda chunk: extent_of(chunk).layout.resident)
-        return StepPlan(tuple(ordered), [entry.start for entry in entries])
+        initial = [entry for entry in entries if not (entry.moments_set and entry.master_set)]
+        return StepPlan(tuple(ordered), [entry.start for entry in entries], initial)
 
     def _capacity(self, kind: Any) -> int | None:
         layout = kind.extent.layout

@@ -112,7 +112,7 @@ class StateEntry(dict[str, torch.Tensor]):
 
     def peek_all(self) -> list[torch.Tensor]:
         """All views, without waiting and without any effect."""
-        return [super(StateEntry, self).__getitem__(key) for key in self]
+        return list(super().values())
 
     def rehome(self) -> None:
         """Takes values back into storage whose view was pointed elsewhere (``tensor.data = ...``)."""

@@ -109,7 +109,7 @@ class ArrayPlace:
 def _with_own_storage(memory: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Bytes of ``memory`` as a tensor whose torch storage is these bytes only; the memory lives as long as either."""
     storage = memory.untyped_storage()[start:stop]
-    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage)  # type: ignore[call-overload,no-any-return]
+    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage)
 
 
 class Extent:

@@ -6,14 +6,16 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .config import OffloadConfig
 from .hostmem import check_host_bytes
 from .kernels.forms import Form
 from .plan import align
-from .state import StateEntry, StateHooks, StateMapping
+from .state import StateHooks, StateMapping
 from .storage import Extent, Layout
+from .tensors import addresses_of
 
 
 class _Place(NamedTuple):
@@ -49,6 +51,8 @@ class StateStore:
         self._forms_of = forms_of
         self._reserved: dict[int, _Place] = {}
         self._warned_unpinned = False
+        self._views: list[torch.Tensor] = []
+        self._addresses = np.empty(0, np.int64)
 
     def extents(self) -> list[Extent]:
         """All extents in use, each once."""
@@ -156,19 +160,18 @@ class StateStore:
         extent = self.state[param].extent if param in self.state else None
         return extent is not None and not extent.layout.resident
 
-    def mark_written(self, params: Sequence[torch.Tensor]) -> list[StateEntry]:
-        """Notes that a step wrote the state of these parameters; returns those whose state was initial before."""
-        entries = [self.state[param] for param in params]
-        new = [entry for entry in entries if not (entry.moments_set and entry.master_set)]
-        for entry in new:
-            entry.mark_set()
-        return new
-
     def rehome(self) -> None:
         """Takes back values whose views were pointed elsewhere by a caller."""
         for entry in self.state.values():
             if entry.bound:
                 entry.rehome()
+        self._views = [view for entry in self.state.values() for view in entry.peek_all()]
+        self._addresses = addresses_of(self._views)
+
+    def rehome_moved(self) -> None:
+        """`rehome` where some view's address is not what it was after the last one, and no entry changed since."""
+        if not np.array_equal(addresses_of(self._views), self._addresses):
+            self.rehome()
 
     def close(self) -> None:
         """Gives all page locks back."""

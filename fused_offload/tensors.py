@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -43,3 +44,8 @@ def like_memory_of(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     if same_order(param.shape, param.stride(), tensor.stride()):
         return tensor
     return torch.empty_strided(param.shape, param.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    """``[len(tensors)]`` int64, address of each tensor's first element in bytes."""
+    return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.int64, len(tensors))

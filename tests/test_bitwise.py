@@ -14,17 +14,17 @@ from fused_offload import FusedOffloadAdam, OffloadConfig
 device = helpers.device
 
 STEPS = 10
-SIZES = [1, 127, 128, 129, 700, 1500]
+SIZES = [1, 127, 128, 129, 300]
 CASES = [
     (param_dtype, FormsCase(exp_avg, exp_avg_sq, master))
     for param_dtype, exp_avg, exp_avg_sq in itertools.product(DTYPES, repeat=3)
     for master in ("none", "fp32", "fp16", "remainder")
     if master != "remainder" or param_dtype == torch.bfloat16
 ]
-ONE_BLOCK, ODD, ONE_MIB, EVERYTHING = 1, 12_345, 2**20, 2**40
-CONFIGS = [
+ONE_BLOCK, ODD, ONE_MIB, EVERYTHING = 1, 3_333, 2**20, 2**40
+LARGE_CONFIGS = [
     OffloadConfig(chunk_bytes=chunk_bytes, fraction=fraction)
-    for chunk_bytes, fraction in itertools.product((ONE_BLOCK, ODD, ONE_MIB, EVERYTHING), (0.0, 0.3, 1.0))
+    for chunk_bytes, fraction in itertools.product((ODD, ONE_MIB, EVERYTHING), (0.0, 0.3, 1.0))
 ]
 
 
@@ -78,7 +78,7 @@ def test_chunks_and_fractions(device: str, param_dtype: torch.dtype, forms: Form
         assert_same_snapshot(actual, expected)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=case_id)
+@pytest.mark.parametrize("config", LARGE_CONFIGS, ids=case_id)
 @pytest.mark.parametrize(
     ("param_dtype", "forms"),
     [
@@ -109,8 +109,8 @@ def test_state_larger_than_every_chunk(
 
 @pytest.mark.parametrize(("param_dtype", "forms"), CASES, ids=case_id)
 def test_one_param_and_the_same_data_in_many(device: str, param_dtype: torch.dtype, forms: FormsCase) -> None:
-    whole, (param,), _ = run(device, [2500], forms, OffloadConfig(chunk_bytes=ODD), param_dtype=param_dtype)
-    parts = [128, 256, 1024, 640, 452]
+    whole, (param,), _ = run(device, [1200], forms, OffloadConfig(chunk_bytes=ODD), param_dtype=param_dtype)
+    parts = [128, 256, 640, 176]
     split, params, _ = run(device, parts, forms, OffloadConfig(chunk_bytes=3000, fraction=0.3), param_dtype=param_dtype)
     helpers.assert_same_bits(torch.cat([p.detach() for p in params]), param.detach(), "parameter")
     for key in whole.state[param]:
@@ -147,5 +147,5 @@ def test_a_different_bit_is_noticed(device: str) -> None:
     forms = FormsCase(torch.float16, torch.float16, "fp32")
     (optimizer, params, expected) = run(device, SIZES, forms, OffloadConfig(), steps=2)
     optimizer.state[params[-1]].stored("exp_avg_sq").scale[-1] *= 2
-    with pytest.raises(AssertionError, match="exp_avg_sq scale of parameter 5"):
+    with pytest.raises(AssertionError, match="exp_avg_sq scale of parameter 4"):
         assert_same_snapshot(snapshot(optimizer), expected)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+
 from fused_offload.kernels.forms import (
     BF16,
     FP16,

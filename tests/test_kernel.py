@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
+
 from fused_offload.kernels import adam
 from fused_offload.kernels.adam import TABLE_COLUMNS, AmpSignals, LaunchKind, programs_of
 from fused_offload.kernels.forms import (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -29,61 +30,50 @@ def segments_of_a_step(draw: st.DrawFn) -> list[Segment]:
 CAPACITIES = st.fixed_dictionaries(
     {kind: st.one_of(st.none(), st.integers(1, 20).map(lambda blocks: blocks * ALIGNMENT)) for kind in KINDS}
 )
-Capacities = dict[str, int | None]
 
 
-def plan_of(segments: list[Segment], capacities: Capacities) -> tuple[Chunk, ...]:
-    def capacity(kind: Hashable) -> int | None:
-        assert isinstance(kind, str)
-        return capacities[kind]
+class Planned(NamedTuple):
+    """A plan and what it was made from."""
 
-    return make_plan(segments, capacity)
+    segments: list[Segment]
+    capacities: dict[str, int | None]
+    chunks: tuple[Chunk, ...]
 
+    def pieces(self) -> list[tuple[Chunk, Piece]]:
+        return [(chunk, piece) for chunk in self.chunks for piece in chunk.pieces]
 
-def pieces_with_chunks(chunks: tuple[Chunk, ...]) -> list[tuple[Chunk, Piece]]:
-    return [(chunk, piece) for chunk in chunks for piece in chunk.pieces]
-
-
-plans = given(segments_of_a_step(), CAPACITIES)
-thorough = settings(max_examples=200, deadline=None)
+    def chunks_of(self, kind: Hashable) -> list[Chunk]:
+        return [chunk for chunk in self.chunks if chunk.kind == kind]
 
 
-@thorough
-@plans
-def test_every_element_is_covered_once(segments: list[Segment], capacities: Capacities) -> None:
-    offsets = [0] * len(segments)
-    for _, piece in pieces_with_chunks(plan_of(segments, capacities)):
+def check_every_element_is_covered_once(plan: Planned) -> None:
+    offsets = [0] * len(plan.segments)
+    for _, piece in plan.pieces():
         # In order and without gaps: the next piece of a segment starts where its last one ended.
         assert piece.offset == offsets[piece.segment]
         assert piece.numel >= 1
         offsets[piece.segment] += piece.numel
-    assert offsets == [segment.numel for segment in segments]
+    assert offsets == [segment.numel for segment in plan.segments]
 
 
-@thorough
-@plans
-def test_chunks_stay_within_their_capacity(segments: list[Segment], capacities: Capacities) -> None:
-    for chunk in plan_of(segments, capacities):
-        capacity = capacities[str(chunk.kind)]
+def check_chunks_stay_within_their_capacity(plan: Planned) -> None:
+    for chunk in plan.chunks:
+        capacity = plan.capacities[str(chunk.kind)]
         assert capacity is None or chunk.numel <= capacity
         last = chunk.pieces[-1]
         assert chunk.numel == last.slot_start + align(last.numel)
 
 
-@thorough
-@plans
-def test_pieces_are_cut_at_multiples_of_the_alignment(segments: list[Segment], capacities: Capacities) -> None:
-    for _, piece in pieces_with_chunks(plan_of(segments, capacities)):
+def check_pieces_are_cut_at_multiples_of_the_alignment(plan: Planned) -> None:
+    for _, piece in plan.pieces():
         assert piece.offset % ALIGNMENT == 0
         assert piece.slot_start % ALIGNMENT == 0
-        ends_the_segment = piece.offset + piece.numel == segments[piece.segment].numel
+        ends_the_segment = piece.offset + piece.numel == plan.segments[piece.segment].numel
         assert ends_the_segment or piece.numel % ALIGNMENT == 0
 
 
-@thorough
-@plans
-def test_pieces_do_not_share_a_place_in_their_slot(segments: list[Segment], capacities: Capacities) -> None:
-    for chunk in plan_of(segments, capacities):
+def check_pieces_do_not_share_a_place_in_their_slot(plan: Planned) -> None:
+    for chunk in plan.chunks:
         end = 0
         for piece in chunk.pieces:
             assert piece.slot_start == end
@@ -96,73 +86,66 @@ def range_of(chunk: Chunk, piece: Piece) -> CopyRange:
     return found[0]
 
 
-@thorough
-@plans
-def test_ranges_bring_every_piece_to_its_place(segments: list[Segment], capacities: Capacities) -> None:
-    for chunk, piece in pieces_with_chunks(plan_of(segments, capacities)):
+def check_ranges_bring_every_piece_to_its_place(plan: Planned) -> None:
+    for chunk, piece in plan.pieces():
         copied = range_of(chunk, piece)
-        in_storage = segments[piece.segment].start + piece.offset
+        in_storage = plan.segments[piece.segment].start + piece.offset
         assert copied.start + piece.slot_start - copied.slot_start == in_storage
         assert copied.slot_start + copied.numel >= piece.slot_start + align(piece.numel)
 
 
-@thorough
-@plans
-def test_ranges_hold_nothing_but_pieces(segments: list[Segment], capacities: Capacities) -> None:
-    for chunk in plan_of(segments, capacities):
+def check_ranges_hold_nothing_but_pieces(plan: Planned) -> None:
+    for chunk in plan.chunks:
         assert sum(r.numel for r in chunk.ranges) == sum(align(piece.numel) for piece in chunk.pieces)
         assert [r.slot_start for r in chunk.ranges] == sorted({r.slot_start for r in chunk.ranges})
         assert all(r.numel % ALIGNMENT == 0 for r in chunk.ranges)
 
 
-@thorough
-@plans
-def test_consecutive_storage_is_one_range(segments: list[Segment], capacities: Capacities) -> None:
-    for chunk in plan_of(segments, capacities):
+def check_consecutive_storage_is_one_range(plan: Planned) -> None:
+    for chunk in plan.chunks:
         for one, following in zip(chunk.ranges, chunk.ranges[1:], strict=False):
             assert one.start + one.numel < following.start
 
 
-@thorough
-@plans
-def test_chunks_do_not_mix_kinds(segments: list[Segment], capacities: Capacities) -> None:
-    for chunk, piece in pieces_with_chunks(plan_of(segments, capacities)):
-        assert segments[piece.segment].kind == chunk.kind
+def check_chunks_do_not_mix_kinds(plan: Planned) -> None:
+    for chunk, piece in plan.pieces():
+        assert plan.segments[piece.segment].kind == chunk.kind
 
 
-@thorough
-@plans
-def test_order(segments: list[Segment], capacities: Capacities) -> None:
-    chunks = plan_of(segments, capacities)
-    first_seen = list(dict.fromkeys(segment.kind for segment in segments))
-    assert list(dict.fromkeys(chunk.kind for chunk in chunks)) == first_seen
+def check_order(plan: Planned) -> None:
+    first_seen = list(dict.fromkeys(segment.kind for segment in plan.segments))
+    assert list(dict.fromkeys(chunk.kind for chunk in plan.chunks)) == first_seen
     for kind in first_seen:
-        places = [
-            segments[piece.segment].start + piece.offset
-            for chunk, piece in pieces_with_chunks(chunks)
-            if chunk.kind == kind
-        ]
+        pieces = [piece for chunk in plan.chunks_of(kind) for piece in chunk.pieces]
+        places = [plan.segments[piece.segment].start + piece.offset for piece in pieces]
         assert places == sorted(places)
-        positions = [index for index, chunk in enumerate(chunks) if chunk.kind == kind]
+        positions = [index for index, chunk in enumerate(plan.chunks) if chunk.kind == kind]
         assert positions == list(range(positions[0], positions[0] + len(positions)))
 
 
-@thorough
-@plans
-def test_no_chunk_is_started_before_the_last_is_full(segments: list[Segment], capacities: Capacities) -> None:
-    chunks = plan_of(segments, capacities)
-    for kind in {segment.kind for segment in segments}:
-        needed = sum(align(segment.numel) for segment in segments if segment.kind == kind)
-        capacity = capacities[str(kind)] or needed
-        assert [chunk.numel for chunk in chunks if chunk.kind == kind][:-1] == [capacity] * ((needed - 1) // capacity)
+def check_no_chunk_is_started_before_the_last_is_full(plan: Planned) -> None:
+    for kind in {segment.kind for segment in plan.segments}:
+        needed = sum(align(segment.numel) for segment in plan.segments if segment.kind == kind)
+        capacity = plan.capacities[str(kind)] or needed
+        assert [chunk.numel for chunk in plan.chunks_of(kind)][:-1] == [capacity] * ((needed - 1) // capacity)
 
 
-@thorough
-@plans
-def test_same_input_same_plan(segments: list[Segment], capacities: Capacities) -> None:
+@settings(max_examples=200, deadline=None)
+@given(segments_of_a_step(), CAPACITIES)
+def test_any_plan(segments: list[Segment], capacities: dict[str, int | None]) -> None:
     kept = list(segments)
-    assert plan_of(segments, capacities) == plan_of(segments, capacities)
+    plan = Planned(segments, capacities, make_plan(segments, lambda kind: capacities[str(kind)]))
     assert segments == kept
+    check_every_element_is_covered_once(plan)
+    check_chunks_stay_within_their_capacity(plan)
+    check_pieces_are_cut_at_multiples_of_the_alignment(plan)
+    check_pieces_do_not_share_a_place_in_their_slot(plan)
+    check_ranges_bring_every_piece_to_its_place(plan)
+    check_ranges_hold_nothing_but_pieces(plan)
+    check_consecutive_storage_is_one_range(plan)
+    check_chunks_do_not_mix_kinds(plan)
+    check_order(plan)
+    check_no_chunk_is_started_before_the_last_is_full(plan)
 
 
 def test_nothing_to_do() -> None:
@@ -202,6 +185,7 @@ def test_align(numel: int, aligned: int) -> None:
     assert align(numel) == aligned
 
 
+@settings(deadline=None)
 @given(st.integers(1, 2**34), st.integers(1, 4096))
 def test_a_chunk_is_as_large_as_its_bytes_allow(chunk_bytes: int, block_bytes: int) -> None:
     blocks, rest = divmod(chunk_numel(chunk_bytes, block_bytes), ALIGNMENT)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+
 from fused_offload.kernels import reference
 from fused_offload.kernels.forms import BF16, FP16, FP16_NONZERO, FP32, REMAINDER, SCALE_BLOCK, Form, Stored, decode
 from fused_offload.kernels.reference import AdamScalars, AdamState, adam_scalars, adam_step_, bias_correction
