@@ -48,13 +48,13 @@ class _ResultsFile:
     def __init__(self, path: Path, config: pytest.Config) -> None:
         self._path = path
         self._config = config
-        self._skipped: list[dict[str, str]] = []
+        self._skipped: dict[str, list[str]] = {}  # by reason
         self._failed: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped:
             reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-            self._skipped.append({"name": report.nodeid, "reason": reason.removeprefix("Skipped: ")})
+            self._skipped.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid)
         elif report.failed:
             self._failed.append(report.nodeid)
 

@@ -1,4 +1,4 @@
-"""How much each benchmark does: the full size on a GPU, a small one on a CPU, the least of everything in a smoke test."""
+"""How much each benchmark does: full size on a GPU, less on a CPU, and the least of everything in a smoke test."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class Scale:
         """Elements of each tensor."""
         return max(1, self.numel // self.tensors)
 
-    def chunk_bytes(self, mib: int) -> int:
-        """Chunk size of a sweep point; scaled down with the chunks of a smoke test."""
+    def bytes_of(self, mib: int) -> int:
+        """Size of a chunk or a copy, smaller by as much as the chunks of a smoke test are."""
         return mib * self.offload.chunk_bytes // 48
 
 

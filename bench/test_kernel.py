@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import FORM_12B, KERNEL_FORMS, LR, STEP_FORMS, WEIGHT_DECAY, StoredForm, Watch, make_params
+from cases import KERNEL_FORMS, LR, STEP_FORMS, WEIGHT_DECAY, StoredForm, Watch, make_params
 from clock import measure, synchronize
 from peers import te_fused_adam
+from pytest_benchmark.fixture import BenchmarkFixture
 from rows import Rows, make_row
 from scale import Scale
 
@@ -63,7 +64,7 @@ def address_table(params: list[torch.nn.Parameter], device: torch.device) -> tup
 @pytest.mark.parametrize("numerics", ["ieee", pytest.param("te", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("form", KERNEL_FORMS, ids=str)
 def test_fused_kernel(
-    form: StoredForm, numerics: str, benchmark, scale: Scale, rows: Rows, device: torch.device
+    form: StoredForm, numerics: str, benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device
 ) -> None:
     numel, tensors = scale.tensor_numel, scale.tensors
     params = make_params(numel, tensors, device)
@@ -100,7 +101,7 @@ def test_fused_kernel(
     rows.add(benchmark, row)
 
 
-def test_torch_fused_adamw(benchmark, scale: Scale, rows: Rows, device: torch.device) -> None:
+def test_torch_fused_adamw(benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device) -> None:
     numel, tensors = scale.tensor_numel, scale.tensors
     params = make_params(numel, tensors, device, torch.float32)
     optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, foreach=False, fused=True)
@@ -127,7 +128,9 @@ def test_torch_fused_adamw(benchmark, scale: Scale, rows: Rows, device: torch.de
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", STEP_FORMS, ids=str)
-def test_te_fused_adam(form: StoredForm, benchmark, scale: Scale, rows: Rows, device: torch.device) -> None:
+def test_te_fused_adam(
+    form: StoredForm, benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device
+) -> None:
     fused_adam = te_fused_adam()
     numel, tensors = scale.tensor_numel, scale.tensors
     params = make_params(numel, tensors, device)
@@ -149,6 +152,6 @@ def test_te_fused_adam(form: StoredForm, benchmark, scale: Scale, rows: Rows, de
         numel=numel * tensors,
         # What an update has to move. Where TE converts moments to float32 first, it moves more.
         memory_bytes=form.kernel_bytes(numel, tensors),
-        note="TransformerEngine's FusedAdam" + (", with its master" if form is FORM_12B else ""),
+        note="TransformerEngine's FusedAdam",
     )
     rows.add(benchmark, row)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from clock import measure
 from duplex import Copy, CopyStreams, cut
+from pytest_benchmark.fixture import BenchmarkFixture
 from rows import Rows, make_row
 from scale import COPY_MIB, MIB, Scale
 
@@ -50,7 +51,13 @@ def _total_bytes(scale: Scale, mib: int) -> int:
 @pytest.mark.parametrize("mib", COPY_MIB)
 @pytest.mark.parametrize("direction", ["h2d", "d2h", "duplex"])
 def test_link(
-    direction: str, mib: int, ends: tuple[End, End], benchmark, scale: Scale, rows: Rows, device: torch.device
+    direction: str,
+    mib: int,
+    ends: tuple[End, End],
+    benchmark: BenchmarkFixture,
+    scale: Scale,
+    rows: Rows,
+    device: torch.device,
 ) -> None:
     down, up = ends
     nbytes = _total_bytes(scale, mib)

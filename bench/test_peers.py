@@ -9,6 +9,7 @@ import torch
 from cases import PeakMemory, Watch, make_params
 from clock import measure, time_step
 from peers import NEEDS_NO_GPU, PEERS, Peer
+from pytest_benchmark.fixture import BenchmarkFixture
 from rows import Rows, make_row
 from scale import Scale
 
@@ -16,7 +17,7 @@ CASES = [pytest.param(peer, marks=() if peer.name in NEEDS_NO_GPU else pytest.ma
 
 
 @pytest.mark.parametrize("peer", CASES)
-def test_peer(peer: Peer, benchmark, scale: Scale, rows: Rows, device: torch.device) -> None:
+def test_peer(peer: Peer, benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device) -> None:
     numel, tensors = scale.tensor_numel, scale.tensors
     params = make_params(numel, tensors, device)
     memory = PeakMemory(device)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from cases import FORM_6B, FORM_12B, LR, STEP_FORMS, WEIGHT_DECAY, PeakMemory, S
 from clock import StepTime, measure, time_step, wall_ms
 from copies_only import run_copies_only
 from duplex import PlainDuplex, host_slabs
-from rows import Rows, make_row
-from scale import DUPLEX_MIB, MIB, Scale
+from pytest_benchmark.fixture import BenchmarkFixture
+from rows import Row, Rows, make_row
+from scale import DUPLEX_MIB, Scale
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 
@@ -35,34 +37,52 @@ def timed_step(optimizer: FusedOffloadAdam, device: torch.device) -> StepTime:
     return time_step(optimizer.step, device, finish=optimizer.synchronize)
 
 
+class LinkTimes(NamedTuple):
+    """What the link took for the bytes of a step.
+
+    Attributes:
+        copies_ms: the step's own chunks without kernels.
+        plain_ms: plain duplex copies of the best size.
+        best_mib: that size.
+        by_copy_mib: median of every size.
+    """
+
+    copies_ms: list[float]
+    plain_ms: list[float]
+    best_mib: int
+    by_copy_mib: dict[int, float]
+
+
 class LinkRounds:
     """What a step is compared with, measured right before it: its copies without kernels, and plain duplex copies."""
 
-    def __init__(self, optimizer: FusedOffloadAdam, device: torch.device) -> None:
-        self.copies_ms: list[float] = []
-        self.plain_ms: defaultdict[int, list[float]] = defaultdict(list)
+    def __init__(self, optimizer: FusedOffloadAdam, device: torch.device, scale: Scale) -> None:
         self._optimizer = optimizer
         self._device = device
-        self._plain = PlainDuplex(host_slabs(optimizer), device, [mib * MIB for mib in DUPLEX_MIB])
+        self._sizes = {mib: scale.bytes_of(mib) for mib in DUPLEX_MIB}
+        self._plain = PlainDuplex(host_slabs(optimizer), device, list(self._sizes.values()))
+        self._copies_ms: list[float] = []
+        self._plain_ms: defaultdict[int, list[float]] = defaultdict(list)
 
     def measure(self) -> None:
         """One round of all of them."""
-        self.copies_ms.append(wall_ms(lambda: run_copies_only(self._optimizer), self._device))
+        self._copies_ms.append(wall_ms(partial(run_copies_only, self._optimizer), self._device))
         self._plain.refresh()
-        for mib in DUPLEX_MIB:
-            self.plain_ms[mib].append(wall_ms(lambda mib=mib: self._plain.run(mib * MIB), self._device))
+        for mib, nbytes in self._sizes.items():
+            self._plain_ms[mib].append(wall_ms(partial(self._plain.run, nbytes), self._device))
 
-    def keep(self, rounds: int) -> tuple[list[float], int, list[float]]:
-        """The timed rounds: of the copies; the best size in MiB of a plain copy; of the plain copies of that size."""
-        plain = {mib: samples[-rounds:] for mib, samples in self.plain_ms.items()}
-        best_mib = min(plain, key=lambda mib: median(plain[mib]))
-        return self.copies_ms[-rounds:], best_mib, plain[best_mib]
+    def times(self, rounds: int) -> LinkTimes:
+        """The last rounds, those before them were warm-up."""
+        by_copy_mib = {mib: median(samples[-rounds:]) for mib, samples in self._plain_ms.items()}
+        best_mib = min(by_copy_mib, key=lambda mib: by_copy_mib[mib])
+        return LinkTimes(self._copies_ms[-rounds:], self._plain_ms[best_mib][-rounds:], best_mib, by_copy_mib)
 
 
 @pytest.mark.parametrize("form", STEP_FORMS, ids=str)
-def test_whole_step(form: StoredForm, benchmark, scale: Scale, rows: Rows, device: torch.device) -> None:
-    numel, tensors = scale.tensor_numel, scale.tensors
-    params = make_params(numel, tensors, device)
+def test_whole_step(
+    form: StoredForm, benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device
+) -> None:
+    params = make_params(scale.tensor_numel, scale.tensors, device)
     memory = PeakMemory(device)
     with offloaded(params, scale.offload, **form.arguments) as optimizer:
         for _ in range(max(1, scale.warmup_rounds)):
@@ -70,7 +90,7 @@ def test_whole_step(form: StoredForm, benchmark, scale: Scale, rows: Rows, devic
         extra_gpu_bytes = memory.extra_bytes()  # before the mirror of the plain copies is there
         link = None
         if device.type == "cuda":
-            link = LinkRounds(optimizer, device)
+            link = LinkRounds(optimizer, device, scale)
             check_that_copies_change_nothing(optimizer, link, params)
         watch = Watch(params)
 
@@ -78,36 +98,52 @@ def test_whole_step(form: StoredForm, benchmark, scale: Scale, rows: Rows, devic
             benchmark,
             lambda: timed_step(optimizer, device),
             rounds=scale.rounds,
-            warmup_rounds=scale.warmup_rounds,
+            warmup_rounds=min(1, scale.warmup_rounds),  # all of it is warm by now
             setup=link.measure if link is not None else None,
         )
 
         watch.assert_trained()
         assert all(value.isfinite().all() for value in optimizer.state[params[-1]].values())
 
-    state_bytes = form.state_bytes(numel, tensors)
-    common: dict[str, Any] = {"numel": numel * tensors, "bytes_to_device": state_bytes, "bytes_to_host": state_bytes}
+    link_times = None if link is None else link.times(len(times))
+    for row in step_rows(form, scale, times, link_times, extra_gpu_bytes):
+        rows.add(benchmark, row)
+
+
+def step_rows(
+    form: StoredForm, scale: Scale, times: list[StepTime], link: LinkTimes | None, extra_gpu_bytes: int | None
+) -> Iterator[Row]:
+    """The step and, where there is a link, what it is compared with."""
+    numel = scale.tensor_numel * scale.tensors
+    state_bytes = form.state_bytes(scale.tensor_numel, scale.tensors)
+    moved: dict[str, Any] = {"numel": numel, "bytes_to_device": state_bytes, "bytes_to_host": state_bytes}
     chunks = {"form": form.name, "chunk_bytes": scale.offload.chunk_bytes, "depth": scale.offload.depth}
     step_ms = [time.total_ms for time in times]
-    step_row = {"params": chunks, "extra_gpu_bytes": extra_gpu_bytes, "host_ms": median(t.host_ms for t in times)}
-    if link is None:
-        step_row["note"] = "CPU: plain torch, nothing crosses a link"
-    else:
-        copies_ms, best_mib, plain_ms = link.keep(len(times))
-        plain = {"form": form.name, "copy_mib": best_mib}
-        rows.add(benchmark, make_row(f"step/{form}/plain-duplex", plain_ms, params=plain, **common))
-        to_link = median(copies_ms) / median(plain_ms)
-        rows.add(
-            benchmark, make_row(f"step/{form}/copies-only", copies_ms, params=chunks, ratio_to_link=to_link, **common)
+    ratios: dict[str, float] = {}
+    if link is not None:
+        plain_ms, copies_ms = median(link.plain_ms), median(link.copies_ms)
+        plain = {"form": form.name, "copy_mib": link.best_mib, "ms_by_copy_mib": link.by_copy_mib}
+        yield make_row(f"step/{form}/plain-duplex", link.plain_ms, params=plain, **moved)
+        yield make_row(
+            f"step/{form}/copies-only", link.copies_ms, params=chunks, ratio_to_link=copies_ms / plain_ms, **moved
         )
-        step_row["ratio_to_copies"] = median(step_ms) / median(copies_ms)
-        step_row["ratio_to_link"] = median(step_ms) / median(plain_ms)
-    rows.add(benchmark, make_row(f"step/{form}/whole-step", step_ms, **step_row, **common))
+        ratios = {"ratio_to_copies": median(step_ms) / copies_ms, "ratio_to_link": median(step_ms) / plain_ms}
+    yield make_row(
+        f"step/{form}/whole-step",
+        step_ms,
+        params=chunks,
+        extra_gpu_bytes=extra_gpu_bytes,
+        host_ms=median(time.host_ms for time in times),
+        note="" if link is not None else "CPU: plain torch, nothing crosses a link",
+        **ratios,
+        **moved,
+    )
 
 
 def check_that_copies_change_nothing(optimizer: FusedOffloadAdam, link: LinkRounds, params: list[Any]) -> None:
     """What the step is compared with moves the same bytes to the same places, or the comparison means nothing."""
     views = [view for param in (params[0], params[-1]) for view in optimizer.state[param].values()]
+    assert not any(view.isnan().any() for view in views if view.is_floating_point())  # a NaN equals nothing
     before = [view.clone() for view in views]
     watch = Watch(params)
     link.measure()
@@ -116,7 +152,7 @@ def check_that_copies_change_nothing(optimizer: FusedOffloadAdam, link: LinkRoun
         assert torch.equal(value, view), "copies without kernels changed the state"
 
 
-def test_many_small_tensors(benchmark, scale: Scale, rows: Rows, device: torch.device) -> None:
+def test_many_small_tensors(benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device) -> None:
     """Thousands of tiny parameters against the same bytes in a few: the price of a tensor is the host's."""
     form = FORM_12B
     few_numel = scale.small_tensors * scale.small_numel // scale.few_tensors
@@ -159,7 +195,7 @@ def test_many_small_tensors(benchmark, scale: Scale, rows: Rows, device: torch.d
         rows.add(benchmark, row)
 
 
-def test_resident_against_torch(benchmark, scale: Scale, rows: Rows, device: torch.device) -> None:
+def test_resident_against_torch(benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device) -> None:
     """With fraction=0 nothing is offloaded; torch's fused AdamW then does the same work on the same bytes."""
     numel, tensors = scale.tensor_numel, scale.tensors
     ours, theirs = (make_params(numel, tensors, device, torch.float32) for _ in range(2))
@@ -203,7 +239,7 @@ def test_resident_against_torch(benchmark, scale: Scale, rows: Rows, device: tor
         rows.add(benchmark, row)
 
 
-def test_drift(benchmark, scale: Scale, rows: Rows, device: torch.device) -> None:
+def test_drift(benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device) -> None:
     """Many steps in a row: memory that grows or a queue that fills would show as steps that take longer and longer."""
     form = FORM_6B
     numel, tensors = scale.tensor_numel, scale.tensors

@@ -10,8 +10,9 @@ import pytest
 import torch
 from cases import FORM_6B, FORM_12B, StoredForm, Watch, make_params
 from clock import measure, time_step
+from pytest_benchmark.fixture import BenchmarkFixture
 from rows import Rows, make_row
-from scale import SWEEP_CHUNK_MIB, SWEEP_DEPTHS, Scale
+from scale import MIB, SWEEP_CHUNK_MIB, SWEEP_DEPTHS, Scale
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.engine import Engine
@@ -48,9 +49,15 @@ def reconfigure(optimizer: FusedOffloadAdam, config: OffloadConfig) -> None:
 @pytest.mark.parametrize("depth", SWEEP_DEPTHS)
 @pytest.mark.parametrize("chunk_mib", SWEEP_CHUNK_MIB)
 def test_sweep(
-    swept: Swept, chunk_mib: int, depth: int, benchmark, scale: Scale, rows: Rows, device: torch.device
+    swept: Swept,
+    chunk_mib: int,
+    depth: int,
+    benchmark: BenchmarkFixture,
+    scale: Scale,
+    rows: Rows,
+    device: torch.device,
 ) -> None:
-    config = OffloadConfig(chunk_bytes=scale.chunk_bytes(chunk_mib), depth=depth)
+    config = OffloadConfig(chunk_bytes=scale.bytes_of(chunk_mib), depth=depth)
     reconfigure(swept.optimizer, config)
     watch = Watch(swept.params)
 
@@ -66,7 +73,7 @@ def test_sweep(
     row = make_row(
         f"sweep/{swept.form}/{chunk_mib}MiB-x{depth}",
         [time.total_ms for time in times],
-        params={"form": swept.form.name, "chunk_bytes": config.chunk_bytes, "depth": depth},
+        params={"form": swept.form.name, "chunk_mib": config.chunk_bytes / MIB, "depth": depth},
         numel=scale.tensor_numel * scale.tensors,
         bytes_to_device=state_bytes,
         bytes_to_host=state_bytes,

@@ -7,6 +7,7 @@ from pathlib import Path
 import psutil
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60  # cgroup v1 writes a huge number where there is no limit
 
 
@@ -39,13 +40,13 @@ def _cgroup_folders() -> list[Path]:
     """Folders of this process's cgroup and its parents; a container sees its own as the root."""
     folders = [_CGROUP_ROOT, _CGROUP_ROOT / "memory"]
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _OWN_CGROUPS.read_text().splitlines()
     except OSError:
         return folders
     for line in lines:
         _, controllers, name = line.split(":", 2)
         base = _CGROUP_ROOT if controllers == "" else _CGROUP_ROOT / "memory"
-        if controllers in ("", "memory"):
+        if controllers == "" or "memory" in controllers.split(","):
             own = base / name.lstrip("/")
             folders += [own, *(parent for parent in own.parents if parent.is_relative_to(base))]
     return folders

@@ -118,13 +118,16 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             "exp_avg_sq": exp_avg_sq_dtype,
             "master_param": master_weight_dtype,
         }
-        self._hooks = StateHooks(self._wait_for_state, self._write_group_step, self._initialize_entry)
+        self._hooks = StateHooks(
+            self._wait_for_state, self._write_group_step, self._initialize_entry, self._forget_entries
+        )
         self._store = StateStore(offload, self._hooks, self._forms_of)
         self._planner = Planner(offload)
         self._engine = Engine(offload)
         self._watch = ParamWatch()
         self._entries: list[StateEntry | None] = []
-        self._entries_version = -1
+        self._entries_made_for = (-1, -1)
+        self._misfits: dict[int, str] = {}
         self._unconfirmed: list[tuple[StateEntry, dict[str, Any]]] = []
         self._closed = False
         self._failure: str | None = None
@@ -260,6 +263,14 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self._engine.wait()
         self._take_in_skips()
 
+    def _forget_entries(self) -> None:
+        """Drops what steps remember of the state, which would keep the storage of removed entries alive."""
+        self._wait_for_state()
+        self._planner.forget()
+        self._store.forget_views()
+        self._entries = []
+        self._entries_made_for = (-1, -1)
+
     def _take_in_skips(self) -> None:
         """Corrects step counts by the skips that the host has learned of."""
         skipped = self._engine.learn_skips()
@@ -361,17 +372,15 @@ class FusedOffloadAdam(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             check_hyperparameters(group, lr_required=True)
-        changed = self._watch.refresh(self.param_groups)
-        updates = self._watch.collect(self.use_decoupled_grad)
-        if changed or self._hooks.version != self._entries_version:
-            self._check_entries(updates)
+        updates = self._watch.observe(self.param_groups, self.use_decoupled_grad)
+        self._check_entries(updates)
         amp = amp_inputs(self, grad_scaler)
         if amp.found_inf is not None and any(param.device.type == "cpu" for param in updates.params):
             amp = amp.on_host()  # the CPU loop must know now
         if amp.skipped_on_host():
             return loss
         self._take_in_skips()
-        entries = self._ready_entries(updates, changed)
+        entries = self._ready_entries(updates)
         self._run(updates, entries, amp)
         return loss
 
@@ -384,15 +393,16 @@ class FusedOffloadAdam(torch.optim.Optimizer):
                 "together. Load a checkpoint into model and optimizer (load_state_dict) to go on."
             )
 
-    def _ready_entries(self, updates: Updates, changed: bool) -> list[StateEntry]:
+    def _ready_entries(self, updates: Updates) -> list[StateEntry]:
         """State of each update, with its storage."""
-        known = None if changed or self._hooks.version != self._entries_version else self._entries
+        # Not only if this step saw a change: an earlier one may have seen it and then been refused or skipped.
+        known = self._entries if self._entries_made_for == (self._watch.generation, self._hooks.version) else None
         if known is None or (None in known and any(known[position] is None for position in updates.positions)):
             wanted = self._params_with_state()
             self._store.ensure(wanted, wanted)
             self._store.rehome()
             known = self._entries = [self.state.get(param) for param in self._watch.params]
-            self._entries_version = self._hooks.version
+            self._entries_made_for = (self._watch.generation, self._hooks.version)
         else:
             self._store.rehome_moved()
         if len(updates.positions) == len(known):
@@ -400,24 +410,34 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         return [known[position] for position in updates.positions]
 
     def _check_entries(self, updates: Updates) -> None:
-        for param, group in zip(updates.params, updates.groups, strict=True):
-            entry = self.state[param] if param in self.state else None
-            if entry is None or entry.extent is None:
-                continue
-            layout = entry.extent.layout
-            if param.device != layout.device:
-                raise RuntimeError(
-                    f"A parameter of group {group} moved from {layout.device} to {param.device} after it got its "
-                    "state. Move it back, or save a state dict, build a new optimizer and load it."
-                )
-            if param.dtype != layout.param_dtype or param.shape != entry.shape:
-                raise RuntimeError(
-                    f"A parameter of group {group} is {param.dtype} of shape {tuple(param.shape)} now, but its state "
-                    f"was made for {layout.param_dtype} of shape {tuple(entry.shape)}. "
-                    "Drop optimizer.state[param] to start over."
-                )
-        if self.numerics == "te" and any(param.device.type != "cuda" for param in updates.params):
-            raise RuntimeError("numerics='te' reproduces an NVIDIA GPU's fast math; on the CPU use numerics='ieee'")
+        if self._entries_made_for != (self._watch.generation, self._hooks.version):
+            # Of all parameters: one without a gradient now may have one in a later step, which does not look again.
+            misfits = map(self._misfit, self._watch.params, self._watch.groups)
+            self._misfits = {position: reason for position, reason in enumerate(misfits) if reason}
+        for position in updates.positions if self._misfits else ():
+            if position in self._misfits:
+                raise RuntimeError(self._misfits[position])
+
+    def _misfit(self, param: torch.Tensor, group: int) -> str | None:
+        """Why a parameter cannot be stepped, or None."""
+        if self.numerics == "te" and param.device.type != "cuda":
+            return "numerics='te' reproduces an NVIDIA GPU's fast math; on the CPU use numerics='ieee'"
+        entry = self.state[param] if param in self.state else None
+        if entry is None or entry.extent is None:
+            return None
+        layout = entry.extent.layout
+        if param.device != layout.device:
+            return (
+                f"A parameter of group {group} moved from {layout.device} to {param.device} after it got its "
+                "state. Move it back, or save a state dict, build a new optimizer and load it."
+            )
+        if param.dtype != layout.param_dtype or param.shape != entry.shape:
+            return (
+                f"A parameter of group {group} is {param.dtype} of shape {tuple(param.shape)} now, but its state "
+                f"was made for {layout.param_dtype} of shape {tuple(entry.shape)}. "
+                "Drop optimizer.state[param] to start over."
+            )
+        return None
 
     def _run(self, updates: Updates, entries: list[StateEntry], amp: AmpInputs) -> None:
         plan = self._planner.plan(updates, entries, self._hooks.version)
@@ -562,7 +582,6 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self.synchronize()
         self._closed = True
         self._engine.close()
-        self._planner.forget()
         self._store.close()
         self.state.clear()
 

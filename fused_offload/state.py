@@ -17,7 +17,7 @@ from .kernels.forms import Form, Stored, decode, encode_
 from .storage import Extent
 from .tensors import flat, is_dense, like_memory_of, same_order
 
-_VALUES_BLOCK = 4 * 2**20  # elements converted at a time: bounds the temporary memory of loads and saves
+_VALUES_BLOCK = 2**20  # elements converted at a time: bounds the temporary memory of loads and saves
 
 
 class StateHooks:
@@ -27,6 +27,7 @@ class StateHooks:
         wait: waits until the host copy of the state is complete and nobody else writes it.
         write_step: ``(param, step)``, a caller's step count for the parameter's group.
         initialize: ``(param,)``, gives an entry its storage.
+        forget: waits, then drops what would keep the storage of removed entries alive.
         version: counts changes of which storage and which initial values belong to which parameter.
     """
 
@@ -35,11 +36,13 @@ class StateHooks:
         wait: Callable[[], None],
         write_step: Callable[[torch.Tensor, int], None],
         initialize: Callable[[torch.Tensor], None],
+        forget: Callable[[], None],
     ) -> None:
         """Keeps the callbacks."""
         self.wait = wait
         self.write_step = write_step
         self.initialize = initialize
+        self.forget = forget
         self.version = 0
 
 
@@ -79,6 +82,7 @@ class StateEntry(dict[str, torch.Tensor]):
         """Gives the entry its storage: elements of ``extent`` from ``start``; None for an empty parameter."""
         self.extent, self.start, self.bound = extent, start, True
         self.shape, self.strides = self.param.shape, self.param.stride()
+        self.moments_set = self.master_set = False
         self._hooks.version += 1
         for key, form in forms.items():
             super().__setitem__(key, self._view(key, form))
@@ -403,23 +407,27 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
 
     def __delitem__(self, param: torch.Tensor) -> None:
         """Drops an entry."""
+        self._about_to_remove()
         super().__delitem__(param)
-        self._hooks.version += 1
 
     def pop(self, param: torch.Tensor, *default: Any) -> Any:
         """Takes an entry out."""
-        self._hooks.version += 1
+        self._about_to_remove()
         return super().pop(param, *default)
 
     def popitem(self) -> tuple[torch.Tensor, StateEntry]:
         """Takes the last entry out."""
-        self._hooks.version += 1
+        self._about_to_remove()
         return super().popitem()
 
     def clear(self) -> None:
-        """Drops all entries."""
-        self._hooks.version += 1
+        """Drops all entries, and with them their storage."""
+        self._about_to_remove()
         super().clear()
+
+    def _about_to_remove(self) -> None:
+        self._hooks.version += 1
+        self._hooks.forget()
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Sets several entries."""

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from .config import OffloadConfig
@@ -15,7 +14,7 @@ from .kernels.forms import Form
 from .plan import align
 from .state import StateHooks, StateMapping
 from .storage import Extent, Layout
-from .tensors import addresses_of
+from .watch import TensorWatch
 
 
 class _Place(NamedTuple):
@@ -52,7 +51,7 @@ class StateStore:
         self._reserved: dict[int, _Place] = {}
         self._warned_unpinned = False
         self._views: list[torch.Tensor] = []
-        self._addresses = np.empty(0, np.int64)
+        self._watch = TensorWatch([])
 
     def extents(self) -> list[Extent]:
         """All extents in use, each once."""
@@ -90,7 +89,9 @@ class StateStore:
                 self.state[param].bind(place.extent, place.start, place.extent.layout.forms)
 
     def _is_bound(self, param: torch.Tensor) -> bool:
-        return param in self.state and self.state[param].bound
+        entry = self.state[param] if param in self.state else None
+        # An empty parameter needs no storage, until it gets elements (sharding frees and restores parameters so).
+        return entry is not None and entry.bound and (entry.extent is not None or not param.numel())
 
     def _reserve(self, params: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
         waiting = [param for param in params if param.numel() and id(param) not in self._reserved]
@@ -166,12 +167,17 @@ class StateStore:
             if entry.bound:
                 entry.rehome()
         self._views = [view for entry in self.state.values() for view in entry.peek_all()]
-        self._addresses = addresses_of(self._views)
+        self._watch = TensorWatch(self._views)
 
     def rehome_moved(self) -> None:
         """`rehome` where some view's address is not what it was after the last one, and no entry changed since."""
-        if not np.array_equal(addresses_of(self._views), self._addresses):
+        if not self._watch.same_places(self._views):
             self.rehome()
+
+    def forget_views(self) -> None:
+        """Drops the views that `rehome_moved` watches, which would keep the storage of removed entries alive."""
+        self._views = []
+        self._watch = TensorWatch([])
 
     def close(self) -> None:
         """Gives all page locks back."""

@@ -35,6 +35,7 @@ class AddressTable:
     Attributes:
         chunks: rows of each chunk.
         rows: ``[rows, 5]`` int64, see `kernels.adam.TABLE_COLUMNS`.
+        version: version of the updates whose addresses it holds.
     """
 
     def __init__(self, plan: StepPlan, chunks: Sequence[Chunk], updates: Updates, block_numel: int) -> None:
@@ -69,6 +70,8 @@ class AddressTable:
         )
         self._param_offset = self._offset * sizes[self._segment, 0]
         self._grad_offset = self._offset * sizes[self._segment, 1]
+        self.version = -1
+        self._aligned: list[bool] = []
         self._starts = np.array([chunk.first for chunk in self.chunks])
 
     def fill(self, updates: Updates) -> list[bool]:
@@ -80,10 +83,14 @@ class AddressTable:
         Returns:
             For each chunk, whether all its addresses allow the widest accesses.
         """
+        if updates.version == self.version:
+            return self._aligned
+        self.version = updates.version
         self.rows[:, 1] = updates.param_addresses[self._segment] + self._param_offset
         self.rows[:, 2] = updates.grad_addresses[self._segment] + self._grad_offset
         misaligned = (self.rows[:, 1] | self.rows[:, 2]) % _VECTOR_BYTES
-        return [not bits for bits in np.bitwise_or.reduceat(misaligned, self._starts)]
+        self._aligned = [not bits for bits in np.bitwise_or.reduceat(misaligned, self._starts)]
+        return self._aligned
 
     @property
     def nbytes(self) -> int:
@@ -92,4 +99,4 @@ class AddressTable:
 
     def write_to(self, memory: torch.Tensor) -> None:
         """Copies the rows to the start of ``memory``, uint8 on CPU."""
-        memory[: self.nbytes].copy_(torch.from_numpy(self.rows).view(-1).view(torch.uint8))
+        memory[: self.nbytes].numpy()[:] = self.rows.reshape(-1).view(np.uint8)

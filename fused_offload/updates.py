@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from .tensors import FLOAT_DTYPES, addresses_of, is_dense, like_memory_of, same_order
+from .watch import TensorWatch, same_objects
 
 
 class Updates(NamedTuple):
@@ -23,6 +24,8 @@ class Updates(NamedTuple):
         grad_dtypes: dtype of each gradient.
         param_addresses: ``[len(params)]`` int64, bytes.
         grad_addresses: ``[len(params)]`` int64, bytes.
+        numels: ``[len(params)]`` int64.
+        version: equal for two steps with the same signature and the same addresses.
         signature: equal for two steps that update the same parameters with gradients of the same dtypes.
     """
 
@@ -33,21 +36,21 @@ class Updates(NamedTuple):
     grad_dtypes: list[torch.dtype]
     param_addresses: np.ndarray
     grad_addresses: np.ndarray
+    numels: np.ndarray
+    version: int
     signature: Hashable
 
 
 class ParamWatch:
-    """All parameters of the groups, checked again only when something about them changed.
+    """All parameters of the groups and their gradients, checked again only where something about them changed.
 
-    Callers replace parameters, swap their storage and edit groups between steps, so every step compares what it can
-    afford to: identities, addresses, shapes and strides.
+    Callers replace parameters, swap their storage, edit groups and get new gradients between steps, so every step asks
+    whether all are what they were; the questions are cheap in bulk, the full checks are not.
 
     Attributes:
         params: parameters in group order.
         groups: index of each parameter's group.
-        addresses: ``[len(params)]`` int64, bytes.
-        sizes: ``[len(params)]`` int64, bytes.
-        generation: counts changes.
+        generation: counts changes of the parameters.
     """
 
     def __init__(self) -> None:
@@ -55,152 +58,152 @@ class ParamWatch:
         self.generation = 0
         self.params: list[torch.Tensor] = []
         self.groups: list[int] = []
-        self.addresses = np.empty(0, np.int64)
-        self.sizes = np.empty(0, np.int64)
         self._lengths: list[int] = []
-        self._shapes: list[torch.Size] = []
-        self._strides: list[tuple[int, ...]] = []
+        self._known = TensorWatch([])
+        self._present: list[int] = []
+        self._grads = TensorWatch([])
+        self._last: Updates | None = None  # without its gradients, which the caller frees
+        self._version = 0
 
-    def refresh(self, param_groups: Sequence[dict[str, Any]]) -> bool:
-        """Takes in the groups as they are now.
+    def observe(self, param_groups: Sequence[dict[str, Any]], decoupled: bool) -> Updates:
+        """Takes in groups and gradients as they are now.
+
+        Args:
+            param_groups: the optimizer's groups.
+            decoupled: read ``decoupled_grad`` instead of ``grad``.
 
         Returns:
-            Whether anything changed since the last call.
+            What has a gradient.
 
         Raises:
-            TypeError: for what cannot be a parameter.
-            RuntimeError: for parameters that cannot be updated.
+            TypeError: for what cannot be a parameter or a gradient.
+            RuntimeError: for tensors that cannot be updated, do not fit together or overlap.
         """
         params = [param for group in param_groups for param in group["params"]]
         lengths = [len(group["params"]) for group in param_groups]
-        if (
+        unchanged = (
             lengths == self._lengths
-            and all(map(operator.is_, params, self.params))
-            and np.array_equal(addresses_of(params), self.addresses)
-            and [param.shape for param in params] == self._shapes
-            and [param.stride() for param in params] == self._strides
-        ):
-            return False
+            and same_objects(params, self.params)
+            and self._known.same_kind(params)
+            and self._known.same_places(params)
+        )
+        if not unchanged:
+            self._take_in(param_groups, params, lengths)
+        found: list[torch.Tensor | None]
+        if decoupled:
+            found = [getattr(param, "decoupled_grad", None) for param in params]
+        else:
+            found = [param._grad for param in params]  # as .grad, without its warning for views of a flat buffer
+        return self._like_last(found) or self._checked(found)
+
+    def _take_in(self, param_groups: Sequence[dict[str, Any]], params: list[torch.Tensor], lengths: list[int]) -> None:
+        self._last = None
         for index, group in enumerate(param_groups):
             check_params(group["params"], f"parameter group {index}")
         self.params, self._lengths = params, lengths
         self.groups = [index for index, length in enumerate(lengths) for _ in range(length)]
-        self._shapes = [param.shape for param in params]
-        self._strides = [param.stride() for param in params]
-        self.addresses = addresses_of(params)
-        self.sizes = np.array([param.nbytes for param in params], np.int64)
+        self._known = TensorWatch(params)
         self.generation += 1
-        return True
 
-    def collect(self, decoupled: bool) -> Updates:
-        """Finds what has a gradient and checks it. Call `refresh` first.
-
-        Args:
-            decoupled: read ``decoupled_grad`` instead of ``grad``.
-
-        Raises:
-            TypeError: for what cannot be a gradient.
-            RuntimeError: for tensors that do not fit together or overlap.
-        """
-        if decoupled:
-            found = [getattr(param, "decoupled_grad", None) for param in self.params]
-        else:
-            found = [param.grad for param in self.params]
-        positions = [index for index, grad in enumerate(found) if grad is not None]
-        grads = [found[index] for index in positions]
-        self._check_grads(positions, grads)
-        if 0 in self.sizes:
-            positions = [index for index in positions if self.sizes[index]]
-            grads = [found[index] for index in positions]
-        everything = len(positions) == len(self.params)
-        params = self.params if everything else [self.params[index] for index in positions]
-        strides = self._strides if everything else [self._strides[index] for index in positions]
-        if [grad.stride() for grad in grads] != strides or any(map(torch.Tensor.is_neg, grads)):
-            grads = _in_memory_order(params, grads)
-        dtypes = [grad.dtype for grad in grads]
-        updates = Updates(
-            params,
-            grads,
-            self.groups if everything else [self.groups[index] for index in positions],
-            positions,
-            dtypes,
-            self.addresses[positions],
-            addresses_of(grads),
-            (self.generation, None if everything else tuple(positions), _unless_uniform(dtypes)),
-        )
+    def _like_last(self, found: list[Any]) -> Updates | None:
+        """The last updates with these gradients, if they are of the same kinds and for the same parameters."""
+        last = self._last
+        if last is None:
+            return None
+        if len(last.positions) < len(found):
+            if [index for index, grad in enumerate(found) if grad is not None] != self._present:
+                return None
+            found = [found[position] for position in last.positions]
+        if not self._grads.same_kind(found):
+            return None
+        if self._grads.same_places(found):
+            return last._replace(grads=found)
+        self._grads.move_to(found)
+        self._version += 1
+        self._last = last._replace(grad_addresses=np.array(self._grads.addresses, np.int64), version=self._version)
+        updates = self._last._replace(grads=found)
         self._check_overlap(updates)
         return updates
 
-    def _check_grads(self, positions: list[int], grads: list[Any]) -> None:
-        for kind in set(map(type, grads)):
-            if not issubclass(kind, torch.Tensor):
-                raise TypeError(f"A gradient should be a tensor, but got {kind.__name__}")
-        if {grad.layout for grad in grads} - {torch.strided}:
-            raise RuntimeError(
-                "FusedOffloadAdam does not support sparse gradients; use dense embeddings (sparse=False)"
-            )
-        bad = {grad.dtype for grad in grads} - set(FLOAT_DTYPES)
-        if bad:
-            index = next(i for i, grad in zip(positions, grads, strict=True) if grad.dtype in bad)
-            raise TypeError(
-                "FusedOffloadAdam takes float32, bfloat16 and float16 gradients, but parameter group "
-                f"{self.groups[index]} has {bad.pop()}"
-            )
-        everything = len(positions) == len(self.params)
-        shapes = self._shapes if everything else [self._shapes[index] for index in positions]
-        if [grad.shape for grad in grads] != shapes:
-            index, grad = next(
-                (i, grad) for i, grad in zip(positions, grads, strict=True) if grad.shape != self._shapes[i]
-            )
-            raise RuntimeError(
-                f"A gradient should have the shape of its parameter {tuple(self._shapes[index])}, but got "
-                f"{tuple(grad.shape)} in parameter group {self.groups[index]}"
-            )
-        self._check_devices(positions, grads)
-
-    def _check_devices(self, positions: list[int], grads: list[torch.Tensor]) -> None:
-        devices = {grad.device for grad in grads}
-        if len(devices) == 1 and {self.params[index].device for index in positions} == devices:
-            return
-        for index, grad in zip(positions, grads, strict=True):
-            device = self.params[index].device
-            if grad.device != device:
-                raise RuntimeError(
-                    f"Expected all tensors to be on the same device, but parameter group {self.groups[index]} is on "
-                    f"{device} and has a gradient on {grad.device}. Move the gradient to its parameter."
-                )
+    def _checked(self, found: list[Any]) -> Updates:
+        """Everything from scratch."""
+        self._last = None
+        present = [index for index, grad in enumerate(found) if grad is not None]
+        for index in present:
+            _check_grad(self.params[index], found[index], self.groups[index])
+        positions = [index for index in present if self.params[index].numel()]
+        params = [self.params[index] for index in positions]
+        given = [found[index] for index in positions]
+        grads = [_in_memory_order(param, grad) for param, grad in zip(params, given, strict=True)]
+        dtypes = [grad.dtype for grad in grads]
+        self._version += 1
+        updates = Updates(
+            params=params,
+            grads=grads,
+            groups=[self.groups[index] for index in positions],
+            positions=positions,
+            grad_dtypes=dtypes,
+            param_addresses=addresses_of(params),
+            grad_addresses=addresses_of(grads),
+            numels=np.array([param.numel() for param in params], np.int64),
+            version=self._version,
+            signature=(self.generation, tuple(positions), tuple(dtypes)),
+        )
+        self._check_overlap(updates)
+        if same_objects(grads, given):  # what was copied has to be copied again at every step
+            self._present, self._grads, self._last = present, TensorWatch(grads), updates._replace(grads=[])
+        return updates
 
     def _check_overlap(self, updates: Updates) -> None:
-        """Raises where a parameter shares memory with another one or with a gradient: the result would depend on order.
-
-        Devices share one address space, so addresses of different devices cannot be confused.
-        """
-        if not updates.params:
-            return
-        sizes = self.sizes[updates.positions]
-        order = np.argsort(updates.param_addresses, kind="stable")
-        starts = updates.param_addresses[order]
-        ends = starts + sizes[order]
-        if (starts[1:] < ends[:-1]).any():
-            raise RuntimeError(
-                "Some parameters share memory, so one step would update it twice. Pass each parameter, and each part "
-                "of a flat buffer, once."
-            )
-        grad_starts = updates.grad_addresses
-        grad_ends = grad_starts + np.fromiter(map(_NBYTES, updates.grads), np.int64, len(updates.grads))
-        before = np.searchsorted(starts, grad_ends, side="left") - 1  # last parameter to start before the gradient ends
-        if ((before >= 0) & (ends[before] > grad_starts)).any():
-            raise RuntimeError(
-                "A gradient shares memory with a parameter; gradients are only read, so give it its own."
-            )
+        try:
+            _check_overlap(updates)
+        except RuntimeError:
+            self._last = None
+            raise
 
 
-_NBYTES = operator.attrgetter("nbytes")
+def _check_grad(param: torch.Tensor, grad: Any, group: int) -> None:
+    if not isinstance(grad, torch.Tensor):
+        raise TypeError(f"A gradient should be a tensor, but got {type(grad).__name__} in parameter group {group}")
+    if grad.layout != torch.strided:
+        raise RuntimeError("FusedOffloadAdam does not support sparse gradients; use dense embeddings (sparse=False)")
+    if grad.dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"FusedOffloadAdam takes float32, bfloat16 and float16 gradients, but parameter group {group} "
+            f"has {grad.dtype}"
+        )
+    if grad.device != param.device:
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but parameter group {group} is on {param.device} and has "
+            f"a gradient on {grad.device}. Move the gradient to its parameter."
+        )
+    if grad.shape != param.shape:
+        raise RuntimeError(
+            f"A gradient should have the shape of its parameter {tuple(param.shape)}, but got {tuple(grad.shape)} "
+            f"in parameter group {group}"
+        )
 
 
-def _unless_uniform(dtypes: list[torch.dtype]) -> Hashable:
-    """The dtypes, or just the one that all have."""
-    return dtypes[0] if dtypes and dtypes.count(dtypes[0]) == len(dtypes) else tuple(dtypes)
+def _check_overlap(updates: Updates) -> None:
+    """Raises where a parameter shares memory with another one or with a gradient: the result would depend on order.
+
+    Devices share one address space, so addresses of different devices cannot be confused.
+    """
+    if not updates.params:
+        return
+    order = np.argsort(updates.param_addresses, kind="stable")
+    starts = updates.param_addresses[order]
+    ends = starts + (updates.numels * _itemsizes([param.dtype for param in updates.params]))[order]
+    if (starts[1:] < ends[:-1]).any():
+        raise RuntimeError(
+            "Some parameters share memory, so one step would update it twice. Pass each parameter, and each part "
+            "of a flat buffer, once."
+        )
+    grad_starts = updates.grad_addresses
+    grad_ends = grad_starts + updates.numels * _itemsizes(updates.grad_dtypes)
+    before = np.searchsorted(starts, grad_ends, side="left") - 1  # last parameter to start before the gradient ends
+    if ((before >= 0) & (ends[before] > grad_starts)).any():
+        raise RuntimeError("A gradient shares memory with a parameter; gradients are only read, so give it its own.")
 
 
 def check_params(params: Sequence[Any], where: str) -> None:
@@ -253,10 +256,14 @@ def _check_subclasses(params: Sequence[torch.Tensor], where: str) -> None:
             )
 
 
-def _in_memory_order(params: list[torch.Tensor], grads: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [
-        grad
-        if same_order(param.shape, param.stride(), grad.stride()) and not grad.is_neg()
-        else like_memory_of(grad.resolve_neg(), param)
-        for param, grad in zip(params, grads, strict=True)
-    ]
+def _in_memory_order(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    if same_order(param.shape, param.stride(), grad.stride()) and not grad.is_neg():
+        return grad
+    return like_memory_of(grad.resolve_neg(), param)
+
+
+def _itemsizes(dtypes: list[torch.dtype]) -> np.ndarray:
+    return np.fromiter(map(_ITEMSIZE, dtypes), np.int64, len(dtypes))
+
+
+_ITEMSIZE = operator.attrgetter("itemsize")

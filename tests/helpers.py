@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from fused_offload.kernels.forms import BF16, FP16, FP16_NONZERO, FP32, REMAINDER, Form, Stored, decode, encode_
-from fused_offload.kernels.reference import AdamState, adam_scalars, adam_step_
 
 from fused_offload import FusedOffloadAdam
+from fused_offload.kernels.forms import BF16, FP16, FP16_NONZERO, FP32, REMAINDER, Form, Stored, decode, encode_
+from fused_offload.kernels.reference import AdamState, adam_scalars, adam_step_
 
 DEVICES = ["cuda"] if torch.cuda.is_available() else ["cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -261,7 +261,7 @@ class Oracle:
         adam_w_mode: bool = True,
         grad_scale: float | None = None,
     ) -> None:
-        """One step; ``grad`` is ``[numel]`` in memory order."""
+        """One step; the elements of ``grad`` count in their order, which is that of the parameter in memory."""
         lr = group["lr"]
         scalars = adam_scalars(
             lr=lr.item() if isinstance(lr, torch.Tensor) else lr,
@@ -272,14 +272,21 @@ class Oracle:
             bias_corrected=group["bias_correction"],
             adam_w_mode=adam_w_mode,
         )
-        adam_step_(self.param, grad.cpu(), self.state, scalars, grad_scale=grad_scale)
+        adam_step_(self.param, grad.cpu().reshape(-1), self.state, scalars, grad_scale=grad_scale)
         self.state = self.state._replace(init_moments=False, init_master=False)
 
     def save_and_load(self) -> None:
-        """What a checkpoint does to state: values leave their stored form as float32 and come back."""
+        """What a checkpoint does to state: values leave their stored form as float32 and come back.
+
+        A master that no step has written yet is saved as the parameter, and is the master from then on.
+        """
+        master = self.state.master_param
+        if self.state.init_master and master is not None and master.form is not REMAINDER:
+            encode_(master, self.param.float())
         for stored in self.state[:3]:
             if stored is not None and stored.form.scaled:
                 encode_(stored, decode(stored))
+        self.state = self.state._replace(init_moments=False, init_master=False)
 
     def check(self, optimizer: FusedOffloadAdam, param: torch.Tensor, what: str) -> None:
         """Asserts that the optimizer has the same bits."""

@@ -161,6 +161,16 @@ def test_zero_second_moments_stay_zero() -> None:
     assert torch.equal(decode(encoded(FP16_NONZERO, values)), values)
 
 
+@SCALED
+def test_blocks_of_zeros_and_subnormals_have_the_smallest_scale(form: Form) -> None:
+    # The scale stops at the smallest normal number, whose reciprocal is exact; there fp16 holds all that is left.
+    values = torch.cat([torch.zeros(SCALE_BLOCK), torch.arange(SCALE_BLOCK).float() * 2.0**-149])
+    stored = encoded(form, values)
+    assert stored.scale is not None
+    assert stored.scale.tolist() == [2.0**-126, 2.0**-126]
+    assert torch.equal(bits(decode(stored)), bits(values))
+
+
 @VALUE_FORMS
 def test_encoding_what_was_decoded_gives_the_same_bits(form: Form) -> None:
     values = wide_values(2000 * SCALE_BLOCK + 17)

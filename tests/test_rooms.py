@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import fused_offload
+
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = (
@@ -34,18 +36,21 @@ STREAM_METHODS = {"record_stream", "record_event", "wait_event", "wait_stream"}
 PINNING = re.compile(r"Host(Un)?[Rr]egister|HostAlloc|^(un)?register_host_memory$|^pin_memory$|^cudart$")
 
 
+PUBLIC_NAMES = {"FusedOffloadAdam", "OffloadConfig"}
+
+
 class Source:
     """One module, parsed.
 
     Attributes:
         name: dotted, without ``fused_offload.``; ``__init__`` for the package itself.
-        path: its file.
+        is_package: whether it is an ``__init__.py``, whose relative imports start one folder lower.
         tree: its syntax.
     """
 
-    def __init__(self, name: str, text: str, path: Path | None = None) -> None:
+    def __init__(self, name: str, text: str, *, is_package: bool = False) -> None:
         self.name = name
-        self.path = path
+        self.is_package = is_package or name == "__init__"
         self.tree = ast.parse(text)
 
     def imports(self) -> set[str]:
@@ -53,13 +58,12 @@ class Source:
         return set(self._imports())
 
     def _imports(self) -> Iterator[str]:
-        is_package = self.path is not None and self.path.name == "__init__.py"
-        here = [*["fused_offload"], *([] if self.name == "__init__" else self.name.split("."))]
+        here = ["fused_offload"] if self.name == "__init__" else ["fused_offload", *self.name.split(".")]
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Import):
                 yield from (alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                up = node.level - is_package
+                up = node.level - self.is_package
                 base = here[: len(here) - up] if node.level else []
                 base = [*base, *([node.module] if node.module else [])]
                 yield from (".".join([*base, alias.name]) for alias in node.names)
@@ -91,7 +95,7 @@ def sources() -> list[Source]:
         for path in sorted(folder.rglob("*.py")):
             parts = [*prefix, *path.relative_to(folder).with_suffix("").parts]
             parts = parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts
-            found.append(Source(".".join(parts), path.read_text(), path))
+            found.append(Source(".".join(parts), path.read_text(), is_package=path.name == "__init__.py"))
     return found
 
 
@@ -113,8 +117,9 @@ def imports_package(source: Source, package: str) -> set[str]:
 
 
 def own_rooms(source: Source) -> set[str]:
-    """Rooms of ours that a module imports, without its own."""
-    own = {name.removeprefix("fused_offload.").split(".")[0] for name in imports_package(source, "fused_offload")}
+    """Rooms of ours that a module imports, without its own; public names come from ``__init__``."""
+    own = {f"{name}.__init__".split(".")[1] for name in imports_package(source, "fused_offload")}
+    own = {"__init__" if room in PUBLIC_NAMES else room for room in own}
     return own - {source.room()}
 
 
@@ -176,10 +181,10 @@ def test_the_plan_is_pure_python() -> None:
     assert {name.split(".")[0] for name in plan.imports()} <= set(sys.stdlib_module_names)
 
 
-def test_the_package_exports_public_names_only() -> None:
+def test_the_package_holds_public_names_only() -> None:
     [package] = [source for source in SOURCES if source.name == "__init__"]
-    assert own_rooms(package) == {"config", "optimizer"}
-    assert package.imports() == {"fused_offload.config.OffloadConfig", "fused_offload.optimizer.FusedOffloadAdam"}
+    assert {name.rpartition(".")[2] for name in package.imports()} == PUBLIC_NAMES
+    assert set(fused_offload.__all__) == PUBLIC_NAMES
 
 
 def reachable(start: str, graph: dict[str, set[str]]) -> set[str]:
@@ -284,15 +289,22 @@ def test_page_locking_is_seen(text: str) -> None:
     ("name", "text", "imported"),
     [
         ("storage", "from . import state", "fused_offload.state"),
+        ("__init__", "from .config import X", "fused_offload.config.X"),
         ("storage", "from .kernels import adam", "fused_offload.kernels.adam"),
         ("storage", "def f():\n    from fused_offload.optimizer import X", "fused_offload.optimizer.X"),
         ("kernels.adam", "from .forms import X", "fused_offload.kernels.forms.X"),
         ("kernels.adam", "from ..config import X", "fused_offload.config.X"),
         ("kernels.adam", "from .. import config", "fused_offload.config"),
         ("megatron.install", "from ..optimizer import X", "fused_offload.optimizer.X"),
+        ("megatron.install", "from . import lifecycle", "fused_offload.megatron.lifecycle"),
         ("storage", "import triton.language as tl", "triton.language"),
         ("storage", "import importlib\nimportlib.import_module('megatron.core')", "megatron.core"),
     ],
 )
 def test_imports_are_seen(name: str, text: str, imported: str) -> None:
     assert imported in Source(name, text).imports()
+
+
+def test_public_names_come_from_the_package() -> None:
+    source = Source("tuning.sweep", "import fused_offload\nfrom .. import OffloadConfig\nfrom ..plan import align")
+    assert own_rooms(source) == {"__init__", "plan"}

@@ -1,0 +1,72 @@
+"""Tells in bulk whether tensors are what they were, for lists too long to ask each tensor a dozen questions."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+try:  # compares type, dispatch keys, dtype, device, sizes and strides of many tensors in one call
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:
+    TensorGuards = None
+_places_equal: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # CUDA builds only
+
+
+def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Whether two lists hold the very same objects."""
+    return len(one) == len(other) and all(map(operator.is_, one, other))
+
+
+class TensorWatch:
+    """What a list of strided tensors looked like; holds none of them.
+
+    Attributes:
+        addresses: address of each tensor's first element in bytes.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Remembers kind and place of each tensor."""
+        self.addresses: list[int] = list(map(torch.Tensor.data_ptr, tensors))
+        self._indices = list(range(len(tensors)))
+        self._guards = None
+        self._kinds: list[tuple[Any, ...]] = []
+        if TensorGuards is not None and tensors:
+            self._guards = TensorGuards(
+                *tensors,
+                dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
+                dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
+            )
+        else:
+            self._kinds = list(map(_kind, tensors))
+
+    def same_kind(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Whether other tensors have the types, layouts, dtypes, devices, shapes and strides of these, one by one."""
+        if len(tensors) != len(self.addresses):
+            return False
+        if self._guards is None:
+            return list(map(_kind, tensors)) == self._kinds
+        try:
+            return bool(self._guards.check(*tensors))
+        except TypeError:  # not all are tensors
+            return False
+
+    def same_places(self, tensors: list[torch.Tensor]) -> bool:
+        """Whether other tensors of the same number are where these were, one by one."""
+        if _places_equal is not None:
+            return bool(_places_equal(tensors, self.addresses, self._indices))
+        return list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
+
+    def move_to(self, tensors: list[torch.Tensor]) -> None:
+        """Remembers the places of other tensors of the same kinds."""
+        self.addresses = list(map(torch.Tensor.data_ptr, tensors))
+
+
+def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+    if not isinstance(tensor, torch.Tensor):
+        return (type(tensor),)
+    if tensor.layout != torch.strided:
+        return type(tensor), tensor.layout
+    return type(tensor), tensor.layout, tensor.dtype, tensor.device, tensor.shape, tensor.stride(), tensor.is_neg()

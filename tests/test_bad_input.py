@@ -1,0 +1,482 @@
+"""What cannot be used is refused by name, in torch's wording, before anything changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import mmap
+from collections.abc import Callable
+from typing import Any
+
+import helpers
+import pytest
+import torch
+from helpers import param_of, randn, unchanged
+from torch import nn
+
+import fused_offload.engine
+import fused_offload.store
+from fused_offload import FusedOffloadAdam, OffloadConfig
+
+device = helpers.device
+
+
+def make(device: str, **options: Any) -> tuple[FusedOffloadAdam, list[nn.Parameter]]:
+    """Two groups of two parameters, three steps old."""
+    params = [param_of(randn(size, index, device)) for index, size in enumerate((300, 5, 40, 129))]
+    options = {"lr": 1e-2, "offload": OffloadConfig(chunk_bytes=1), **options}
+    optimizer = FusedOffloadAdam([{"params": params[:2]}, {"params": params[2:], "lr": 0.5}], **options)
+    for step in range(3):
+        give_grads(optimizer, params, step)
+        optimizer.step()
+    return optimizer, params
+
+
+def give_grads(optimizer: FusedOffloadAdam, params: list[nn.Parameter], step: int) -> None:
+    for index, param in enumerate(params):
+        grad = randn(param.shape, 100 * step + index, param.device.type).to(param.dtype)
+        if optimizer.use_decoupled_grad:
+            param.decoupled_grad = grad
+        else:
+            param.grad = grad
+
+
+def assert_step_refused(optimizer: FusedOffloadAdam, error: type[Exception], message: str) -> None:
+    """Also the second time: nothing of the refused step may be remembered as done."""
+    with unchanged(optimizer):
+        for _ in range(2):
+            with pytest.raises(error, match=message):
+                optimizer.step()
+
+
+# -- hyperparameters ---------------------------------------------------------------------------------------------
+
+BAD_HYPERPARAMETERS: list[tuple[str, Any, type[Exception], str]] = [
+    ("lr", -1e-3, ValueError, "Invalid learning rate: -0.001"),
+    ("lr", math.nan, ValueError, "Invalid learning rate: nan"),
+    ("lr", torch.tensor(-1.0), ValueError, "Invalid learning rate: -1.0"),
+    ("lr", torch.ones(2), ValueError, "Tensor lr must be 1-element"),
+    ("lr", "fast", TypeError, "not supported between"),
+    ("eps", -1e-8, ValueError, "Invalid epsilon value: -1e-08"),
+    ("eps", math.nan, ValueError, "Invalid epsilon value: nan"),
+    ("betas", (1.0, 0.999), ValueError, r"Invalid beta parameter at index 0: 1\.0"),
+    ("betas", (-0.1, 0.999), ValueError, r"Invalid beta parameter at index 0: -0\.1"),
+    ("betas", (0.9, 1.0), ValueError, r"Invalid beta parameter at index 1: 1\.0"),
+    ("betas", (0.9, math.nan), ValueError, "Invalid beta parameter at index 1: nan"),
+    ("betas", (0.9,), ValueError, "Invalid betas"),
+    ("betas", (torch.tensor(0.9), 0.999), ValueError, "Invalid beta parameter at index 0"),
+    ("weight_decay", math.nan, ValueError, "Invalid weight_decay value: nan"),
+    ("weight_decay", torch.tensor(0.1), ValueError, "Invalid weight_decay value"),
+]
+each_bad_hyperparameter = pytest.mark.parametrize(("name", "value", "error", "message"), BAD_HYPERPARAMETERS)
+
+
+@each_bad_hyperparameter
+def test_constructor_refuses(device: str, name: str, value: Any, error: type[Exception], message: str) -> None:
+    param = param_of(torch.ones(3, device=device))
+    with pytest.raises(error, match=message):
+        FusedOffloadAdam([param], **{name: value})
+    with pytest.raises(error, match=message):
+        FusedOffloadAdam([{"params": [param], name: value}])
+
+
+@each_bad_hyperparameter
+def test_new_group_is_refused(device: str, name: str, value: Any, error: type[Exception], message: str) -> None:
+    optimizer, _ = make(device)
+    param = param_of(torch.ones(3, device=device))
+    with unchanged(optimizer), pytest.raises(error, match=message):
+        optimizer.add_param_group({"params": [param], name: value})
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("group", [0, 1])
+@each_bad_hyperparameter
+def test_step_refuses(device: str, name: str, value: Any, error: type[Exception], message: str, group: int) -> None:
+    """Also where only the last group is wrong: none before it was stepped."""
+    optimizer, params = make(device)
+    good = optimizer.param_groups[group][name]
+    optimizer.param_groups[group][name] = value
+    give_grads(optimizer, params, 9)
+    assert_step_refused(optimizer, error, message)
+    optimizer.param_groups[group][name] = good
+    optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [4, 4]
+
+
+def test_lr_may_be_set_later(device: str) -> None:
+    """Schedules of some trainers fill it in; without that, the step says so."""
+    param = param_of(torch.ones(3, device=device))
+    optimizer = FusedOffloadAdam([param], lr=None)
+    param.grad = torch.ones(3, device=device)
+    assert_step_refused(optimizer, ValueError, "Invalid learning rate: None")
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+    assert param.tolist() == [0.5] * 3
+
+
+# -- modes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"amsgrad": True}, RuntimeError, "AMSGrad"),
+        ({"capturable": True}, RuntimeError, "capturable"),
+        ({"exp_avg_dtype": torch.uint8}, RuntimeError, "exp_avg_dtype"),
+        ({"exp_avg_sq_dtype": torch.uint8}, RuntimeError, "exp_avg_sq_dtype"),
+        ({"exp_avg_dtype": torch.float64}, RuntimeError, "exp_avg_dtype"),
+        ({"exp_avg_sq_dtype": torch.int16}, RuntimeError, "exp_avg_sq_dtype"),
+        ({"master_weights": True, "master_weight_dtype": torch.bfloat16}, RuntimeError, "master weights"),
+        ({"numerics": "fast"}, ValueError, "Invalid numerics: 'fast'"),
+        ({"offload": 0.5}, TypeError, "OffloadConfig"),
+        ({"offload": None}, TypeError, "OffloadConfig"),
+        ({"maximize": True}, TypeError, "maximize"),
+        ({"foreach": True}, TypeError, "foreach"),
+        ({"fused": True}, TypeError, "fused"),
+        ({"differentiable": True}, TypeError, "differentiable"),
+        ({"decoupled_weight_decay": True}, TypeError, "decoupled_weight_decay"),
+    ],
+)
+def test_unsupported_modes(device: str, options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        FusedOffloadAdam([param_of(torch.ones(3, device=device))], **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"fraction": -0.1}, ValueError, "Invalid fraction: -0.1"),
+        ({"fraction": 1.1}, ValueError, "Invalid fraction: 1.1"),
+        ({"fraction": math.nan}, ValueError, "Invalid fraction: nan"),
+        ({"fraction": True}, ValueError, "Invalid fraction: True"),
+        ({"fraction": "1"}, ValueError, "Invalid fraction: '1'"),
+        ({"chunk_bytes": 0}, ValueError, "Invalid chunk_bytes: 0"),
+        ({"chunk_bytes": -1}, ValueError, "Invalid chunk_bytes: -1"),
+        ({"chunk_bytes": 1e6}, ValueError, "Invalid chunk_bytes: 1000000.0"),
+        ({"depth": 0}, ValueError, "Invalid depth: 0"),
+        ({"depth": True}, ValueError, "Invalid depth: True"),
+        ({"pin": 1}, TypeError, "Invalid pin: 1"),
+        ({"buffers": 3}, TypeError, "buffers"),
+    ],
+)
+def test_offload_config(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        OffloadConfig(**options)
+
+
+def test_offload_config_is_frozen_and_by_keyword() -> None:
+    config = OffloadConfig(fraction=0, chunk_bytes=1, depth=1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.fraction = 0.5  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        OffloadConfig(0.5)  # type: ignore[misc]
+
+
+# -- parameters --------------------------------------------------------------------------------------------------
+
+
+def sparse_param() -> torch.Tensor:
+    return torch.ones(4).to_sparse().requires_grad_()
+
+
+BAD_PARAMS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
+    ("placeholder", lambda: [None], TypeError, "Parameter 0 of parameter group 0 should be a tensor, but got NoneType"),
+    ("number", lambda: [1.0], TypeError, "should be a tensor, but got float"),
+    ("name", lambda: "weights", TypeError, "should be a tensor"),
+    ("a bare tensor", lambda: torch.ones(3), TypeError, "params argument given to the optimizer"),
+    ("a set", lambda: [{"params": {nn.Parameter(torch.ones(3))}}], TypeError, "ordered collections"),
+    ("nothing", list, ValueError, "optimizer got an empty parameter list"),
+    ("float64", lambda: [nn.Parameter(torch.ones(3).double())], TypeError, "float64"),
+    ("complex", lambda: [nn.Parameter(torch.ones(3, dtype=torch.complex64))], TypeError, "complex64"),
+    ("integer", lambda: [torch.ones(3, dtype=torch.int32)], TypeError, "int32"),
+    ("uint8", lambda: [torch.ones(3, dtype=torch.uint8)], TypeError, "uint8"),
+    ("meta", lambda: [nn.Parameter(torch.ones(3, device="meta"))], RuntimeError, "are on meta"),
+    (
+        "mixed devices",
+        lambda: [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, device="meta"))],
+        RuntimeError,
+        "on one device, but they are on cpu, meta",
+    ),
+    ("non-leaf", lambda: [nn.Parameter(torch.ones(3)) * 2], ValueError, "can't optimize a non-leaf Tensor"),
+    ("sparse", lambda: [sparse_param()], RuntimeError, "without gaps or overlaps"),
+    ("expanded", lambda: [torch.ones(1).expand(3).requires_grad_()], RuntimeError, "without gaps or overlaps"),
+    ("with gaps", lambda: [torch.ones(6)[::2].requires_grad_()], RuntimeError, "without gaps or overlaps"),
+    ("twice", lambda: [nn.Parameter(torch.ones(3))] * 2, ValueError, "appear more than once"),
+]
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"), [row[1:] for row in BAD_PARAMS], ids=[row[0] for row in BAD_PARAMS]
+)
+def test_bad_params(device: str, params: Callable[[], Any], error: type[Exception], message: str) -> None:
+    """Refused by the constructor, alone or as the last group, and by a running optimizer."""
+    with pytest.raises(error, match=message):
+        FusedOffloadAdam(params())
+    bad = params()
+    if not isinstance(bad, list) or not bad or isinstance(bad[0], dict):
+        return
+    message = message.replace("group 0", "group 2")
+    optimizer, _ = make(device)
+    with unchanged(optimizer), pytest.raises(error, match=message):
+        optimizer.add_param_group({"params": bad})
+    assert len(optimizer.param_groups) == 2
+    optimizer.step()
+
+
+def test_param_in_two_groups(device: str) -> None:
+    optimizer, params = make(device)
+    with (
+        unchanged(optimizer),
+        pytest.raises(ValueError, match="some parameters appear in more than one parameter group"),
+    ):
+        optimizer.add_param_group({"params": [params[0]]})
+    optimizer.param_groups[1]["params"].append(params[0])  # behind the optimizer's back
+    assert_step_refused(optimizer, RuntimeError, "Some parameters share memory")
+    optimizer.param_groups[1]["params"].pop()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 255])
+def test_params_that_share_memory(device: str, offset: int) -> None:
+    buffer = torch.ones(600, device=device)
+    first, second = buffer[:256].requires_grad_(), buffer[offset : offset + 300].requires_grad_()
+    optimizer = FusedOffloadAdam([{"params": [second]}, {"params": [first]}])
+    first.grad, second.grad = torch.ones_like(first), torch.ones_like(second)
+    assert_step_refused(optimizer, RuntimeError, "Some parameters share memory")
+    second.grad = None
+    optimizer.step()  # one of them alone is well defined
+    neighbour = buffer[256:600].requires_grad_()
+    beside = FusedOffloadAdam([buffer[:256].requires_grad_(), neighbour])
+    for param in beside.param_groups[0]["params"]:
+        param.grad = torch.ones_like(param)
+    beside.step()  # touching is not sharing
+
+
+@pytest.mark.parametrize("repaired", [True, False])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.bfloat16(), "is torch.bfloat16 of shape"),
+        (lambda data: data[:100].clone(), "shape"),
+        (lambda data: data.view(15, 20), "shape"),
+        (lambda data: torch.cat([data, data]), "shape"),
+    ],
+    ids=["dtype", "smaller", "reshaped", "larger"],
+)
+def test_param_changed_in_place(
+    device: str, change: Callable[[torch.Tensor], torch.Tensor], message: str, repaired: bool
+) -> None:
+    """``param.data = ...`` of another dtype or shape no longer fits the state, whether noticed now or steps later."""
+    optimizer, params = make(device)
+    kept = params[0].data
+    params[0].grad = None
+    params[0].data = change(kept)
+    optimizer.step()  # nothing is asked of it
+    params[0].grad = torch.ones_like(params[0])
+    assert_step_refused(optimizer, RuntimeError, message)
+    if repaired:
+        params[0].grad = None
+        params[0].data = kept
+        params[0].grad = torch.ones_like(params[0])
+    else:
+        optimizer.state.pop(params[0])
+    optimizer.step()
+    assert optimizer.state[params[0]]["exp_avg"].shape == params[0].shape
+
+
+def test_param_of_another_dtype_at_the_same_address(device: str) -> None:
+    memory = torch.zeros(300, dtype=torch.int16, device=device)
+    param = nn.Parameter(memory.view(torch.bfloat16))
+    optimizer = FusedOffloadAdam([param], master_weights=True)
+    for _ in range(3):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    param.data = memory.view(torch.float16)
+    param.grad = torch.ones_like(param)
+    assert_step_refused(optimizer, RuntimeError, "is torch.float16")
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------
+
+BAD_GRADS: list[tuple[str, Callable[[torch.Tensor], Any], type[Exception], str]] = [
+    ("sparse", lambda p: torch.ones_like(p).to_sparse(), RuntimeError, "does not support sparse gradients"),
+    ("complex", lambda p: torch.ones_like(p, dtype=torch.complex64), TypeError, "complex64"),
+    ("float64", lambda p: torch.ones_like(p, dtype=torch.float64), TypeError, "float64"),
+    ("integer", lambda p: torch.ones_like(p, dtype=torch.int32), TypeError, "int32"),
+    (
+        "too long",
+        lambda p: torch.ones(p.numel() + 1, device=p.device),
+        RuntimeError,
+        r"shape of its parameter \(129,\)",
+    ),
+    ("reshaped", lambda p: torch.ones(1, p.numel(), device=p.device), RuntimeError, r"got \(1, 129\)"),
+    ("a number's", lambda p: torch.ones((), device=p.device), RuntimeError, "shape of its parameter"),
+    (
+        "on meta",
+        lambda p: torch.ones_like(p, device="meta"),
+        RuntimeError,
+        "Expected all tensors to be on the same device",
+    ),
+    ("no tensor", lambda p: 1.0, TypeError, "float"),
+    ("the parameter", lambda p: p.detach(), RuntimeError, "A gradient shares memory with a parameter"),
+]
+
+
+@pytest.mark.parametrize(
+    ("grad", "error", "message"), [row[1:] for row in BAD_GRADS], ids=[row[0] for row in BAD_GRADS]
+)
+def test_bad_gradients(device: str, grad: Callable[[torch.Tensor], Any], error: type[Exception], message: str) -> None:
+    """Of the last parameter of the last group, so that everything before it could have been stepped already."""
+    optimizer, params = make(device, use_decoupled_grad=True)
+    give_grads(optimizer, params, 9)
+    params[-1].decoupled_grad = grad(params[-1])
+    assert_step_refused(optimizer, error, message)
+    give_grads(optimizer, params, 9)
+    optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [4, 4]
+
+
+@pytest.mark.parametrize("offset", [0, 100, 171])
+def test_gradient_inside_another_param(device: str, offset: int) -> None:
+    optimizer, params = make(device)
+    give_grads(optimizer, params, 9)
+    params[-1].grad = params[0].detach()[offset : offset + 129]
+    assert_step_refused(optimizer, RuntimeError, "A gradient shares memory with a parameter")
+
+
+def test_gradient_beside_its_param(device: str) -> None:
+    """Both may lie in one buffer, and a gradient that has to be copied first may be made of the parameter itself."""
+    buffer = randn(600, 1, device)
+    param = buffer[:300].requires_grad_()
+    optimizer = FusedOffloadAdam([param], use_decoupled_grad=True)
+    for grad in (buffer[300:], param.detach()[:1].expand(300)):
+        oracle = helpers.Oracle(param, helpers.FormsCase())
+        optimizer.state.pop(param, None)
+        optimizer.param_groups[0]["step"] = 0
+        param.decoupled_grad = grad
+        oracle.step(grad.clone(), optimizer.param_groups[0], 1)
+        optimizer.step()
+        oracle.check(optimizer, param, "beside:")
+
+
+def test_sparse_embedding(device: str) -> None:
+    model = nn.Embedding(10, 3, sparse=True).to(device)
+    optimizer = FusedOffloadAdam(model.parameters())
+    model(torch.tensor([1, 2], device=device)).sum().backward()
+    assert_step_refused(optimizer, RuntimeError, "sparse=False")
+
+
+def test_first_step_refused_leaves_no_state(device: str) -> None:
+    param = param_of(torch.ones(3, device=device))
+    optimizer = FusedOffloadAdam([param], use_decoupled_grad=True)
+    param.decoupled_grad = torch.ones(4, device=device)
+    assert_step_refused(optimizer, RuntimeError, "shape")
+    assert not any(entry.bound for entry in optimizer.state.values())
+    assert sum(optimizer.memory_report().host_bytes.values()) == 0
+    assert optimizer.state_dict()["state"] == {}
+
+
+# -- step arguments ----------------------------------------------------------------------------------------------
+
+
+def test_unknown_arguments_of_step(device: str) -> None:
+    optimizer, params = make(device)
+    give_grads(optimizer, params, 9)
+    with unchanged(optimizer), pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
+        optimizer.step(scale=2.0)
+    with unchanged(optimizer), pytest.raises(TypeError, match="unexpected keyword argument 'grads'"):
+        optimizer.step(grads=[], output_params=[])
+
+
+# -- host memory -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", ["machine", "cgroup"])
+def test_too_little_host_memory(device: str, limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names what is needed and what is left, before it allocates."""
+    param = param_of(torch.ones(1_000_000, device=device))
+    optimizer = FusedOffloadAdam([param])
+    param.grad = torch.ones_like(param)
+    maps = []
+    with monkeypatch.context() as patch:
+        patch.setattr("fused_offload.hostmem.available_host_bytes", lambda: (3_000_000, limit))
+        patch.setattr(mmap, "mmap", lambda *args, **kwargs: maps.append(args))
+        assert_step_refused(optimizer, RuntimeError, rf"needs 0\.008 GB .* only 0\.003 GB are left \(.*{limit}")
+    assert not maps
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 1
+
+
+# -- closed, and failed half-way ---------------------------------------------------------------------------------
+
+
+def test_closed_optimizer(device: str) -> None:
+    optimizer, params = make(device)
+    exp_avg = optimizer.state[params[0]]["exp_avg"]
+    expected = exp_avg.clone()
+    state_dict = optimizer.state_dict()
+    give_grads(optimizer, params, 9)
+    before = [param.detach().clone() for param in params]
+    optimizer.close()
+    optimizer.close()
+    for use in (
+        optimizer.step,
+        optimizer.state_dict,
+        optimizer.torch_state_dict,
+        lambda: optimizer.load_state_dict(state_dict),
+        lambda: optimizer.initialize_state(params[0]),
+        lambda: optimizer.set_scaled_state(params[0], "exp_avg", torch.zeros(300)),
+        lambda: optimizer.state[params[0]].update(exp_avg=torch.zeros(300)),
+    ):
+        with pytest.raises(RuntimeError, match="was closed"):
+            use()
+    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    assert torch.equal(exp_avg, expected)
+    report = optimizer.memory_report()
+    assert sum(report.host_bytes.values()) + sum(report.resident_bytes.values()) + report.param_numel == 0
+    optimizer.zero_grad()
+
+
+def test_close_before_the_first_step(device: str) -> None:
+    optimizer = FusedOffloadAdam([param_of(torch.ones(3, device=device))])
+    optimizer.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        optimizer.step()
+
+
+def test_step_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters and state no longer belong together: nothing works until a checkpoint is loaded."""
+    optimizer, params = make("cpu")
+    state_dict = {
+        "state": {
+            index: {key: value.clone() for key, value in entry.items()}
+            for index, entry in optimizer.state_dict()["state"].items()
+        },
+        "param_groups": optimizer.state_dict()["param_groups"],
+    }
+    weights = [param.detach().clone() for param in params]
+    give_grads(optimizer, params, 9)
+    run_chunk, calls = fused_offload.engine.run_chunk, []
+
+    def run_two_chunks(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) > 2:
+            raise OSError("bus error")
+        run_chunk(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_offload.engine, "run_chunk", run_two_chunks)
+        with pytest.raises(OSError, match="bus error"):
+            optimizer.step()
+    for use in (optimizer.step, optimizer.state_dict, optimizer.torch_state_dict):
+        with pytest.raises(RuntimeError, match=r"failed half-way \(OSError: bus error\)"):
+            use()
+    with torch.no_grad():
+        for param, weight in zip(params, weights, strict=True):
+            param.copy_(weight)
+    optimizer.load_state_dict(state_dict)
+    optimizer.step()
+    undisturbed, twins = make("cpu")
+    give_grads(undisturbed, twins, 9)
+    undisturbed.step()
+    helpers.assert_same_snapshot(helpers.snapshot(optimizer), helpers.snapshot(undisturbed))

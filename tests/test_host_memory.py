@@ -1,0 +1,466 @@
+"""State takes its own size of host memory: no second copy at any time, nothing that cannot fit, all given back."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fused_offload import FusedOffloadAdam, OffloadConfig, hostmem, storage
+from fused_offload.pinned import PinnedSlab
+
+MB = 10**6
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def make_params(device: torch.device, numels: tuple[int, ...], dtype: torch.dtype = torch.bfloat16) -> list[Any]:
+    return [torch.nn.Parameter(torch.ones(numel, dtype=dtype, device=device)) for numel in numels]
+
+
+def step(optimizer: FusedOffloadAdam, params: list[Any]) -> None:
+    for param in params:
+        param.grad = torch.full_like(param, 0.5)
+    optimizer.step()
+
+
+# -- measured in processes of their own ------------------------------------------------------------------------------
+
+_PRELUDE = """
+import gc, json, re, sys
+import torch
+from fused_offload import FusedOffloadAdam
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+def mb(field):
+    with open("/proc/self/status") as status:
+        return int(re.search(field + r":\\s+(\\d+) kB", status.read())[1]) * 1024 / 1e6
+
+def make(numel, count=4):
+    params = [torch.nn.Parameter(torch.ones(numel, dtype=torch.bfloat16, device=DEVICE)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.full_like(param, 0.5)
+    return params
+
+def values(params, dtypes):
+    # what a checkpoint holds
+    state = {
+        index: {key: torch.ones(param.shape, dtype=dtype) for key, dtype in dtypes.items()}
+        for index, param in enumerate(params)
+    }
+    group = FusedOffloadAdam(params).state_dict()["param_groups"][0]
+    return {"state": state, "param_groups": [{**group, "step": 1}]}
+
+FORMS = {
+    "fp32": dict(master_weights=True),
+    "remainder-bf16": dict(
+        master_weights=True,
+        store_param_remainders=True,
+        exp_avg_dtype=torch.bfloat16,
+        exp_avg_sq_dtype=torch.bfloat16,
+    ),
+    "fp16": dict(
+        master_weights=True,
+        master_weight_dtype=torch.float16,
+        exp_avg_dtype=torch.float16,
+        exp_avg_sq_dtype=torch.float16,
+    ),
+}
+FORM = FORMS[sys.argv[1]]
+warm = make(200_000, count=1)
+optimizer = FusedOffloadAdam(warm, **FORM)
+optimizer.step()
+FusedOffloadAdam(warm, **FORM).load_state_dict(optimizer.state_dict())  # loads and compiles whatever a step needs
+optimizer.close()
+gc.disable()
+found = {}
+"""
+
+
+def measure(script: str, form: str) -> dict[str, float]:
+    code = _PRELUDE + script + "\nprint(json.dumps(found))\n"
+    # Freed blocks go back to the system at once, so that what is measured does not depend on what ran before.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", code, form]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
+    assert run.returncode == 0, run.stderr
+    found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+_LIFE = """
+params = make({step_numel})
+before = mb("VmRSS")
+optimizer = FusedOffloadAdam(params, **FORM)
+found["build"] = mb("VmRSS") - before
+optimizer.step()
+found["step"], found["step_peak"] = mb("VmRSS") - before, mb("VmHWM") - before
+optimizer.close()
+found["closed"] = mb("VmRSS") - before
+
+del optimizer, params
+gc.collect()
+params = make({load_numel})
+for param in params:
+    param.grad = None
+saved = values(params, {{"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "master_param": torch.{master}}})
+before = mb("VmRSS")
+optimizer = FusedOffloadAdam(params, **FORM)
+optimizer.load_state_dict(saved)
+found["load"], found["load_peak"] = mb("VmRSS") - before, mb("VmHWM") - before
+peak = mb("VmHWM")
+again = optimizer.state_dict()
+optimizer.load_state_dict(again)
+found["save"] = mb("VmRSS") - before - found["load"]
+found["save_peak"] = mb("VmHWM") - peak
+del again
+optimizer.state.clear()
+found["cleared"] = mb("VmRSS") - before
+optimizer.load_state_dict(saved)
+found["restart"], found["restart_peak"] = mb("VmRSS") - before, mb("VmHWM") - before
+del optimizer
+gc.collect()
+found["deleted"] = mb("VmRSS") - before
+
+rounds = []
+for _ in range(4):
+    optimizer = FusedOffloadAdam(params, **FORM)
+    optimizer.load_state_dict(saved)
+    optimizer.close()
+    rounds.append(mb("VmRSS"))
+found["growth"] = rounds[-1] - rounds[0]
+"""
+
+BYTES_PER_PARAMETER = {"fp32": 12.0, "remainder-bf16": 6.0, "fp16": 6.0 + 3 * 4 / 128}
+LOADED_NUMEL = {"fp32": 5_000_000, "remainder-bf16": 5_000_000, "fp16": 2_500_000}
+
+
+@pytest.mark.parametrize("form", BYTES_PER_PARAMETER)
+def test_state_is_never_held_twice(form: str) -> None:
+    step_numel = 750_000
+    load_numel = LOADED_NUMEL[form]
+    master = "int16" if form == "remainder-bf16" else "float32"
+    found = measure(_LIFE.format(step_numel=step_numel, load_numel=load_numel, master=master), form)
+    stepped = BYTES_PER_PARAMETER[form] * 4 * step_numel / MB
+    loaded = BYTES_PER_PARAMETER[form] * 4 * load_numel / MB
+    noise = 4  # MB: allocator, threads, transparent huge pages at the ends of mappings
+    blocks = 9 if form == "fp16" else 0  # MB: what the conversion of 2**20 elements takes at a time
+    assert noise < stepped / 3 * 0.98  # a second copy of even one key would be larger
+    assert blocks + noise < loaded / 3 * 0.98
+
+    assert found["build"] < noise
+    assert stepped * 0.98 < found["step"] < stepped * 1.02 + noise
+    assert found["step_peak"] < stepped * 1.02 + noise
+    assert found["closed"] < stepped * 0.1 + noise
+
+    assert loaded * 0.98 < found["load"] < loaded * 1.02 + noise
+    assert found["load_peak"] < loaded * 1.02 + noise + blocks
+    if form != "fp16":  # which is saved as float32
+        assert found["save"] < noise
+        assert found["save_peak"] < noise
+    assert found["cleared"] < loaded * 0.1 + noise
+    if form != "fp16":
+        assert found["restart_peak"] < loaded * 1.02 + noise + blocks
+    assert found["deleted"] < loaded * 0.1 + noise
+    assert found["growth"] < loaded * 0.1
+
+
+# -- what is allocated -----------------------------------------------------------------------------------------------
+
+
+class Slabs:
+    """Sizes of the slabs that were made, and which of them is refused."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.refused: int | None = None
+
+    def make(self, nbytes: int, *, pin: bool) -> PinnedSlab:
+        if self.refused == len(self.sizes):
+            raise RuntimeError("no more memory")
+        self.sizes.append(nbytes)
+        return PinnedSlab(nbytes, pin=pin)
+
+
+@pytest.fixture
+def slabs(monkeypatch: pytest.MonkeyPatch) -> Slabs:
+    slabs = Slabs()
+    monkeypatch.setattr(storage, "PinnedSlab", slabs.make)
+    return slabs
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("exp_avg_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("exp_avg_sq_dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("master", ["none", "fp32", "fp16", "remainder"])
+def test_bytes_of_each_form(
+    device: torch.device, slabs: Slabs, exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, master: str
+) -> None:
+    numels = (1, 127, 20_000, 70_001)
+    params = make_params(device, numels)
+    optimizer = FusedOffloadAdam(
+        params,
+        master_weights=master != "none",
+        master_weight_dtype=torch.float16 if master == "fp16" else torch.float32,
+        store_param_remainders=master == "remainder",
+        exp_avg_dtype=exp_avg_dtype,
+        exp_avg_sq_dtype=exp_avg_sq_dtype,
+    )
+    step(optimizer, params)
+    report = optimizer.memory_report()
+    assert sum(report.host_bytes.values()) == sum(slabs.sizes)
+    assert report.resident_bytes == {}
+    assert report.param_numel == sum(numels)
+    assert report.pinned == (device.type == "cuda")
+    itemsize = {"exp_avg": exp_avg_dtype.itemsize, "exp_avg_sq": exp_avg_sq_dtype.itemsize}
+    if master != "none":
+        itemsize["master_param"] = 4 if master == "fp32" else 2
+    assert report.host_bytes.keys() == itemsize.keys()
+    for key, size in itemsize.items():
+        smallest = sum(numels) * size
+        assert smallest <= report.host_bytes[key] <= smallest * 1.02 + 256 * size * len(numels)
+
+
+def test_nothing_is_allocated_before_it_is_needed(device: torch.device, slabs: Slabs) -> None:
+    params = make_params(device, (1000, 2000))
+    optimizer = FusedOffloadAdam(params)
+    optimizer.state_dict()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.zero_grad()
+    assert slabs.sizes == []
+    assert optimizer.memory_report().host_bytes == {}
+    step(optimizer, params)
+    assert len(slabs.sizes) == 1
+    for _ in range(3):
+        step(optimizer, params)
+    assert len(slabs.sizes) == 1
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 1.0])
+def test_fraction_divides_the_bytes(device: torch.device, slabs: Slabs, fraction: float) -> None:
+    params = make_params(device, (10_000,) * 10)
+    optimizer = FusedOffloadAdam(params, offload=OffloadConfig(fraction=fraction))
+    step(optimizer, params)
+    report = optimizer.memory_report()
+    host, resident = sum(report.host_bytes.values()), sum(report.resident_bytes.values())
+    assert host == sum(slabs.sizes)
+    assert host + resident == pytest.approx(10 * 10_000 * 8, rel=0.02)
+    assert host / (host + resident) == pytest.approx(fraction, abs=0.01)
+
+
+def test_late_groups_get_storage_of_their_own(device: torch.device, slabs: Slabs) -> None:
+    first, second = make_params(device, (10_000,)), make_params(device, (20_000,))
+    optimizer = FusedOffloadAdam(first)
+    step(optimizer, first)
+    address = optimizer.state[first[0]]["exp_avg"].data_ptr()
+    optimizer.add_param_group({"params": second})
+    step(optimizer, first + second)
+    assert len(slabs.sizes) == 2
+    assert optimizer.state[first[0]]["exp_avg"].data_ptr() == address
+    assert optimizer.memory_report().param_numel == 30_000
+
+
+def test_state_without_elements_takes_nothing(device: torch.device, slabs: Slabs) -> None:
+    params = [torch.nn.Parameter(torch.empty(shape, device=device)) for shape in ((0,), (4, 0))]
+    optimizer = FusedOffloadAdam(params, master_weights=True, exp_avg_dtype=torch.float16)
+    step(optimizer, params)
+    optimizer.load_state_dict(optimizer.state_dict())
+    step(optimizer, params)
+    assert slabs.sizes == []
+    report = optimizer.memory_report()
+    assert (report.host_bytes, report.resident_bytes, report.param_numel, report.pinned) == ({}, {}, 0, False)
+    assert optimizer.state[params[1]]["exp_avg"].shape == (4, 0)
+    optimizer.close()
+
+
+def test_views_stay_readable_after_all_else_is_gone(device: torch.device) -> None:
+    params = make_params(device, (5000,))
+    optimizer = FusedOffloadAdam(params)
+    step(optimizer, params)
+    view = optimizer.state[params[0]]["exp_avg"]
+    expected = view.clone()
+    optimizer.close()
+    del optimizer, params
+    gc.collect()
+    other = make_params(device, (5000,))
+    step(FusedOffloadAdam(other), other)
+    assert torch.equal(view, expected)
+    view.fill_(3.0)
+    assert (view == 3.0).all()
+
+
+@pytest.mark.parametrize("partly", [True, False], ids=["one parameter of two", "all"])
+def test_close_keeps_nothing(device: torch.device, slabs: Slabs, partly: bool) -> None:
+    params = make_params(device, (5000, 6000))
+    optimizer = FusedOffloadAdam(params)
+    for param in params[:1] if partly else params:
+        optimizer.initialize_state(param)
+    assert len(slabs.sizes) == 1
+    optimizer.close()
+    assert optimizer.memory_report().host_bytes == {}
+    assert len(optimizer.state) == 0
+
+
+# -- refusing in time ------------------------------------------------------------------------------------------------
+
+
+def limit_host(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
+    monkeypatch.setattr(hostmem, "available_host_bytes", lambda: (left, "cgroup"))
+
+
+ALLOCATIONS: dict[str, Callable[[FusedOffloadAdam, list[Any]], Any]] = {
+    "step": step,
+    "load_state_dict": lambda optimizer, params: optimizer.load_state_dict(
+        {
+            "state": {
+                index: {"exp_avg": torch.ones(param.shape), "exp_avg_sq": torch.ones(param.shape)}
+                for index, param in enumerate(params)
+            },
+            "param_groups": [{**optimizer.state_dict()["param_groups"][0], "step": 3}],
+        }
+    ),
+    "initialize_state": lambda optimizer, params: optimizer.initialize_state(params[0]),
+    "set_scaled_state": lambda optimizer, params: optimizer.set_scaled_state(params[0], "exp_avg", torch.ones(100_000)),
+    "writing to state": lambda optimizer, params: optimizer.state[params[0]].update(exp_avg=torch.ones(100_000)),
+}
+
+
+@pytest.mark.parametrize("way", ALLOCATIONS)
+def test_too_little_memory_is_told_before_allocating(
+    device: torch.device, slabs: Slabs, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    params = make_params(device, (100_000, 400_000))
+    optimizer = FusedOffloadAdam(params, lr=0.1)
+    groups = [dict(group) for group in optimizer.param_groups]
+    with monkeypatch.context() as limited:
+        limit_host(limited, 3_000_000)
+        with pytest.raises(RuntimeError, match=r"needs 4\.00\d GB|needs 0\.004 GB") as raised:
+            ALLOCATIONS[way](optimizer, params)
+    assert "only 0.003 GB are left (limited by the cgroup)" in str(raised.value)
+    assert slabs.sizes == []
+    assert [dict(group) for group in optimizer.param_groups] == groups
+    assert optimizer.memory_report().host_bytes == {}
+    assert all((param == 1).all() for param in params)
+    ALLOCATIONS[way](optimizer, params)  # once there is enough
+    assert len(slabs.sizes) == 1
+    step(optimizer, params)
+    assert not (params[1] == 1).any()
+
+
+def test_what_fits_exactly_is_taken(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = make_params(device, (128 * 100,))
+    twins = make_params(device, (128 * 100,))
+    measured = FusedOffloadAdam(twins)
+    step(measured, twins)
+    needed = sum(measured.memory_report().host_bytes.values())
+    limit_host(monkeypatch, needed)
+    step(FusedOffloadAdam(params), params)
+
+
+def test_an_allocation_that_fails_half_way_leaves_nothing(device: torch.device, slabs: Slabs) -> None:
+    halves = make_params(device, (5000,), torch.float16)
+    params = make_params(device, (5000,)) + halves  # two layouts, so two slabs
+    optimizer = FusedOffloadAdam(params)
+    slabs.refused = 1
+    with pytest.raises(RuntimeError, match="no more memory"):
+        step(optimizer, params)
+    assert optimizer.memory_report().host_bytes == {}
+    assert "step" not in optimizer.param_groups[0]
+    slabs.refused = None
+    step(optimizer, params)
+    assert optimizer.param_groups[0]["step"] == 1
+    assert optimizer.memory_report().param_numel == 10_000
+
+
+@pytest.fixture
+def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty tree of cgroups, and a process in the root of it."""
+    root = tmp_path / "cgroup"
+    root.mkdir()
+    own = tmp_path / "self"
+    own.write_text("0::/\n")
+    monkeypatch.setattr(hostmem, "_CGROUP_ROOT", root)
+    monkeypatch.setattr(hostmem, "_OWN_CGROUPS", own)
+    return root
+
+
+def write_cgroup(folder: Path, **files: object) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (folder / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+def test_without_a_cgroup_the_machine_is_the_limit(cgroups: Path) -> None:
+    left, limit = hostmem.available_host_bytes()
+    assert limit == "machine"
+    assert left > 10**6
+
+
+@pytest.mark.parametrize("stat", ["anon 3000\nfile 900\ninactive_file 250\n", None])
+def test_limit_of_a_cgroup_v2(cgroups: Path, stat: str | None) -> None:
+    write_cgroup(cgroups, memory__max=10_000, memory__current=4_000)
+    if stat is not None:
+        write_cgroup(cgroups, memory__stat=stat)
+    assert hostmem.available_host_bytes() == (6_000 if stat is None else 6_250, "cgroup")
+
+
+def test_limit_of_a_cgroup_v1(cgroups: Path) -> None:
+    write_cgroup(
+        cgroups / "memory",
+        memory__limit_in_bytes=10_000,
+        memory__usage_in_bytes=4_000,
+        memory__stat="inactive_file 1\ntotal_inactive_file 500\n",
+    )
+    assert hostmem.available_host_bytes() == (6_500, "cgroup")
+
+
+@pytest.mark.parametrize(
+    ("own", "base"),
+    [
+        ("0::/job/task\n", "."),
+        ("12:cpu,cpuacct:/elsewhere\n5:memory:/job/task\n", "memory"),
+        ("3:cpu,memory:/job/task\n", "memory"),
+    ],
+    ids=["v2", "v1", "v1, mounted together"],
+)
+def test_the_tightest_cgroup_above_the_process_counts(
+    cgroups: Path, monkeypatch: pytest.MonkeyPatch, own: str, base: str
+) -> None:
+    (cgroups.parent / "self").write_text(own)
+    names = ("memory__max", "memory__current") if base == "." else ("memory__limit_in_bytes", "memory__usage_in_bytes")
+
+    def write(folder: Path, limit: object, usage: int) -> None:
+        write_cgroup(folder, **dict(zip(names, (limit, usage), strict=True)))
+
+    unlimited = "max" if base == "." else 9223372036854771712
+    write(cgroups / base / "job" / "task", unlimited, 10)
+    write(cgroups / base / "other", 5, 0)
+    assert hostmem.available_host_bytes()[1] == "machine"
+    write(cgroups / base / "job", 9_000, 1_000)
+    assert hostmem.available_host_bytes() == (8_000, "cgroup")
+    write(cgroups / base / "job" / "task", 5_000, 700)
+    assert hostmem.available_host_bytes() == (4_300, "cgroup")
+    write(cgroups / base / "job", 9_000, 9_500)  # over its limit
+    assert hostmem.available_host_bytes() == (0, "cgroup")
+
+
+def test_a_cgroup_limit_reaches_the_optimizer(device: torch.device, cgroups: Path, slabs: Slabs) -> None:
+    write_cgroup(cgroups, memory__max=2_000_000_000, memory__current=1_999_000_000)
+    params = make_params(device, (500_000,))
+    with pytest.raises(RuntimeError, match=r"needs 0\.004 GB .* only 0\.001 GB are left \(limited by the cgroup\)"):
+        step(FusedOffloadAdam(params), params)
+    assert slabs.sizes == []

@@ -1,0 +1,227 @@
+"""Random trainings against an oracle that knows no chunks, no storage and no groups: every bit, after every event."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+from typing import Any, NamedTuple
+
+import helpers
+import pytest
+import torch
+from helpers import DTYPES, FormsCase, Oracle, in_memory_order
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from fused_offload import FusedOffloadAdam, OffloadConfig
+
+device = helpers.device
+
+EXAMPLES = 250  # times the four kinds of masters
+
+numels = st.one_of(
+    st.sampled_from([0, 1, 2, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025]),
+    st.integers(0, 3000),
+    st.integers(0, 3000),
+    st.integers(3000, 100_000),
+)
+
+
+class ParamSpec(NamedTuple):
+    """How one parameter looks and how often it gets a gradient."""
+
+    shape: tuple[int, ...]
+    order: tuple[int, ...]  # dimensions from the slowest to the fastest in memory
+    dtype: torch.dtype
+    frozen: bool
+    grad_share: float
+
+
+@st.composite
+def param_specs(draw: st.DrawFn) -> ParamSpec:
+    dims = draw(st.integers(1, 4))
+    if dims == 1:
+        shape = (draw(numels),)
+    else:
+        shape = tuple(draw(st.lists(st.integers(1, 9), min_size=dims, max_size=dims)))
+    order = tuple(draw(st.permutations(range(dims))))
+    share = draw(st.sampled_from([1.0, 1.0, 0.5, 0.0]))
+    return ParamSpec(shape, order, draw(st.sampled_from(DTYPES)), draw(st.integers(0, 9)) == 0, share)
+
+
+hyperparameters = st.fixed_dictionaries(
+    {},
+    optional={
+        "lr": st.one_of(st.sampled_from([0.0, 1e-3, 1.0]), st.floats(0.0, 0.1)),
+        "betas": st.tuples(st.floats(0.0, 0.9999), st.floats(0.0, 0.9999)),
+        "eps": st.sampled_from([1e-8, 1e-15, 1e-3]),
+        "weight_decay": st.sampled_from([0.0, 0.1, -0.1, 1.0]),
+        "bias_correction": st.booleans(),
+    },
+)
+configs = st.builds(
+    OffloadConfig,
+    fraction=st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.0]),
+    chunk_bytes=st.one_of(st.sampled_from([1, 2**20, 2**30]), st.integers(1, 200_000)),
+    depth=st.integers(1, 4),
+)
+group_specs = st.tuples(st.lists(param_specs(), max_size=3), hyperparameters)
+events = st.lists(
+    st.one_of(
+        st.tuples(st.just("step"), st.sampled_from([1.0, 1.0, 1e-6, 1e6, 0.0, math.nan, math.inf])),
+        st.tuples(st.just("step"), st.sampled_from([1.0, 1e-3])),
+        st.tuples(st.just("scaled step"), st.sampled_from([2.0**16, 3.0])),
+        st.tuples(st.just("skipped step"), st.none()),
+        st.tuples(st.just("edit"), hyperparameters),
+        st.tuples(st.just("resume"), configs),
+        st.tuples(st.just("resume from a file"), configs),
+        st.tuples(st.just("new group"), group_specs),
+    ),
+    min_size=2,
+    max_size=7,
+)
+
+
+class Training:
+    """An optimizer and, beside it, one oracle per parameter."""
+
+    def __init__(self, seed: int, device: str, forms: FormsCase, adam_w_mode: bool, groups: list[Any]) -> None:
+        self.random = torch.Generator().manual_seed(seed)
+        self.device = device
+        self.forms = forms
+        self.options = {"use_decoupled_grad": True, "adam_w_mode": adam_w_mode, **forms.arguments()}
+        self.specs: list[list[ParamSpec]] = []
+        self.oracles: list[list[Oracle]] = []
+        self.has_state: list[list[bool]] = []
+        self.first_groups = [self.new_group(*group) for group in groups]
+
+    def values(self, shape: tuple[int, ...], dtype: torch.dtype, order: tuple[int, ...]) -> torch.Tensor:
+        """Random values on the device, laid out in memory as told."""
+        laid_out = torch.randn([shape[dim] for dim in order], generator=self.random).to(self.device, dtype)
+        return laid_out.permute([order.index(dim) for dim in range(len(shape))])
+
+    def choose(self, options: int) -> int:
+        return int(torch.randint(options, (), generator=self.random))
+
+    def new_group(self, specs: list[ParamSpec], settings: dict[str, Any]) -> dict[str, Any]:
+        params = [nn.Parameter(self.values(s.shape, s.dtype, s.order), requires_grad=not s.frozen) for s in specs]
+        self.specs.append(specs)
+        self.oracles.append([Oracle(param, self.forms) for param in params])
+        self.has_state.append([False] * len(params))
+        return {"params": params, **settings}
+
+    def build(self, config: OffloadConfig) -> None:
+        """The first optimizer."""
+        self.optimizer = FusedOffloadAdam(self.first_groups, offload=config, **self.options)
+
+    def resume(self, config: OffloadConfig, *, through_file: bool) -> None:
+        """Another optimizer takes over the parameters and what the last one saved."""
+        saved: Any = self.optimizer.state_dict()
+        if through_file:
+            buffer = io.BytesIO()
+            torch.save(saved, buffer)
+            buffer.seek(0)
+            saved = torch.load(buffer)
+        groups = [{"params": [*group["params"]]} for group in self.optimizer.param_groups]
+        old, self.optimizer = self.optimizer, FusedOffloadAdam(groups, offload=config, **self.options)
+        self.optimizer.load_state_dict(saved)
+        old.close()
+        for oracle, has_state in zip(sum(self.oracles, []), sum(self.has_state, []), strict=True):
+            if has_state:
+                oracle.save_and_load()
+
+    def gradient(self, param: torch.Tensor, magnitude: float) -> torch.Tensor:
+        order = tuple(range(param.dim()))
+        if self.choose(2):
+            order = order[::-1]
+        grad = self.values(tuple(param.shape), DTYPES[self.choose(3)], order)
+        if math.isfinite(magnitude):
+            return grad * magnitude
+        if grad.numel():
+            grad.view(-1)[self.choose(grad.numel())] = magnitude
+        return grad
+
+    def step(self, magnitude: float, *, grad_scale: float | None = None, skipped: bool = False) -> None:
+        groups = self.optimizer.param_groups
+        if grad_scale is not None or skipped:
+            self.optimizer.grad_scale = torch.tensor(grad_scale or 1.0, device=self.device)
+            self.optimizer.found_inf = torch.tensor(float(skipped), device=self.device)
+        expected_steps = [group.get("step", 0) + (not skipped) for group in groups]
+        for specs, oracles, group, step in zip(self.specs, self.oracles, groups, expected_steps, strict=True):
+            for spec, oracle, param in zip(specs, oracles, group["params"], strict=True):
+                present = not spec.frozen and self.choose(1000) < 1000 * spec.grad_share
+                param.decoupled_grad = grad = self.gradient(param, magnitude) if present else None
+                if grad is not None and not skipped:
+                    mode = self.options["adam_w_mode"]
+                    grad = in_memory_order(grad, param)
+                    oracle.step(
+                        grad, {**self.optimizer.defaults, **group}, step, adam_w_mode=mode, grad_scale=grad_scale
+                    )
+        self.optimizer.step()
+        self.optimizer.synchronize()
+        assert [group.get("step", 0) for group in groups] == expected_steps
+        if not skipped:
+            self.has_state = [[not spec.frozen for spec in specs] for specs in self.specs]
+        if grad_scale is not None or skipped:
+            del self.optimizer.grad_scale, self.optimizer.found_inf
+
+    def apply(self, event: str, argument: Any) -> None:
+        if event == "step":
+            self.step(argument)
+        elif event == "scaled step":
+            self.step(argument, grad_scale=argument)
+        elif event == "skipped step":
+            self.step(1.0, skipped=True)
+        elif event == "edit":
+            self.optimizer.param_groups[self.choose(len(self.specs))].update(copy.deepcopy(argument))
+        elif event == "new group":
+            self.optimizer.add_param_group(self.new_group(*argument))
+        else:
+            self.resume(argument, through_file=event == "resume from a file")
+
+    def check(self) -> None:
+        for index, (oracles, group) in enumerate(zip(self.oracles, self.optimizer.param_groups, strict=True)):
+            for position, (oracle, param) in enumerate(zip(oracles, group["params"], strict=True)):
+                oracle.check(self.optimizer, param, f"parameter {position} of group {index}:")
+
+
+@pytest.mark.parametrize("master", ["none", "fp32", "fp16", "remainder"])
+def test_random_trainings(device: str, master: str) -> None:
+    tried = 0
+
+    @settings(
+        max_examples=EXAMPLES,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )
+    @given(
+        seed=st.integers(0, 2**32),
+        moments=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
+        adam_w_mode=st.booleans(),
+        groups=st.lists(group_specs, min_size=1, max_size=3),
+        config=configs,
+        events=events,
+    )
+    def run(
+        seed: int,
+        moments: tuple[torch.dtype, torch.dtype],
+        adam_w_mode: bool,
+        groups: list[Any],
+        config: OffloadConfig,
+        events: list[tuple[str, Any]],
+    ) -> None:
+        nonlocal tried
+        tried += 1
+        training = Training(seed, device, FormsCase(*moments, master), adam_w_mode, groups)
+        training.build(config)
+        for event in events:
+            training.apply(*event)
+            training.check()
+        training.optimizer.close()
+
+    run()
+    assert tried >= EXAMPLES
