@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -143,7 +143,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
     # -- state ---------------------------------------------------------------------------------------------------
 
-    @property
+    @property  # type: ignore[override]
     def state(self) -> StateMapping:
         """Parameter -> its state; see `StateMapping` and `StateEntry`."""
         return self._store.state
@@ -343,7 +343,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
     # -- step ----------------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # type: ignore[misc]
+    @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Updates all parameters that have a gradient, and their state.
@@ -405,9 +405,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             self._entries_made_for = (self._watch.generation, self._hooks.version)
         else:
             self._store.rehome_moved()
-        if len(updates.positions) == len(known):
-            return known
-        return [known[position] for position in updates.positions]
+        entries = known if len(updates.positions) == len(known) else [known[place] for place in updates.positions]
+        return cast("list[StateEntry]", entries)
 
     def _check_entries(self, updates: Updates) -> None:
         if self._entries_made_for != (self._watch.generation, self._hooks.version):
@@ -494,7 +493,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # type: ignore[misc]
+    @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state in TransformerEngine's layout.
 
@@ -526,7 +525,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self._store.rehome()
         return checkpoint.pack_for_torch(self.param_groups, self.state, adam_w_mode=self.adam_w_mode)
 
-    @torch._disable_dynamo  # type: ignore[misc]
+    @torch._disable_dynamo
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes over a state dict; values are copied into this optimizer's storage and stored forms.

@@ -338,7 +338,7 @@ class StateEntry(dict[str, torch.Tensor]):
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
-    def __ior__(self, other: Any) -> StateEntry:  # type: ignore[override,misc]
+    def __ior__(self, other: Any) -> StateEntry:  # type: ignore[override]
         """Writes several keys."""
         self.update(other)
         return self
@@ -355,7 +355,7 @@ class StateEntry(dict[str, torch.Tensor]):
             "Remove the parameter's entry (optimizer.state.pop(param)) to start over."
         )
 
-    __delitem__ = pop = popitem = clear = _refuse_removal  # type: ignore[assignment]
+    __delitem__ = pop = popitem = clear = _refuse_removal
 
 
 class StateMapping(defaultdict[torch.Tensor, StateEntry]):

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 
 try:  # compares type, dispatch keys, dtype, device, sizes and strides of many tensors in one call
-    from torch._C._dynamo.guards import TensorGuards
+    from torch._C._dynamo.guards import TensorGuards as _TensorGuards
 except ImportError:
-    TensorGuards = None
+    _new_guards: Any = None
+else:
+    _new_guards = _TensorGuards
 _places_equal: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # CUDA builds only
 
 
@@ -31,10 +33,10 @@ class TensorWatch:
         """Remembers kind and place of each tensor."""
         self.addresses: list[int] = list(map(torch.Tensor.data_ptr, tensors))
         self._indices = list(range(len(tensors)))
-        self._guards = None
+        self._guards: Any = None
         self._kinds: list[tuple[Any, ...]] = []
-        if TensorGuards is not None and tensors:
-            self._guards = TensorGuards(
+        if _new_guards is not None and tensors:
+            self._guards = _new_guards(
                 *tensors,
                 dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
                 dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],

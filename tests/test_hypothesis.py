@@ -128,9 +128,10 @@ class Training:
         old, self.optimizer = self.optimizer, FusedOffloadAdam(groups, offload=config, **self.options)
         self.optimizer.load_state_dict(saved)
         old.close()
-        for oracle, has_state in zip(sum(self.oracles, []), sum(self.has_state, []), strict=True):
-            if has_state:
-                oracle.save_and_load()
+        for oracles, flags in zip(self.oracles, self.has_state, strict=True):
+            for oracle, has_state in zip(oracles, flags, strict=True):
+                if has_state:
+                    oracle.save_and_load()
 
     def gradient(self, param: torch.Tensor, magnitude: float) -> torch.Tensor:
         order = tuple(range(param.dim()))
