@@ -62,7 +62,6 @@ class _ResultsFile:
         results: dict[str, Any] = {
             "command": " ".join(["pytest", *self._config.invocation_params.args]),
             "scale": asdict(_scale(self._config)),
-            "smoke": self._config.getoption("smoke"),
             "machine": machine_facts(),
             "rows": self._config.stash[_ROWS].as_json(),
             "skipped": self._skipped,

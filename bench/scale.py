@@ -31,6 +31,7 @@ class Scale:
         drift_steps: steps in a row when looking for a slow-down.
         sweep_rounds: timed repetitions of each point of the sweep.
         offload: how state is streamed.
+        smoke: whether only running counts, not the numbers.
     """
 
     numel: int
@@ -45,6 +46,7 @@ class Scale:
     drift_steps: int = 200
     sweep_rounds: int = 2
     offload: OffloadConfig = OffloadConfig()  # noqa: RUF009 - immutable
+    smoke: bool = False
 
     @property
     def tensor_numel(self) -> int:
@@ -80,4 +82,5 @@ def smoke_scale(numel: int) -> Scale:
         drift_steps=8,
         sweep_rounds=1,
         offload=OffloadConfig(chunk_bytes=12 * 1024),
+        smoke=True,
     )

@@ -150,7 +150,7 @@ def machine_lines(results: Record) -> Iterator[str]:
     yield f"Python {machine['python']}, {', '.join(versions)}; "
     yield f"commit {machine['commit']}, {machine['date']}; medians of {results['scale']['rounds']}; "
     yield f"`{results['command']}`"
-    if results["smoke"]:
+    if results["scale"]["smoke"]:
         yield "**A smoke test: these numbers say nothing about speed.**"
 
 

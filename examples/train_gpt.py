@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from link import link_table
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -391,6 +392,8 @@ def run_uninterrupted(options: argparse.Namespace, label: str, checkpoint: Path 
     if checkpoint is None:
         console.print(f"  held-out loss {training.held_out_loss():.3f} nats a byte")
         console.print(memory_table(training.optimizer))
+        if training.device.type == "cuda":
+            console.print(link_table(training.optimizer, training.device))
     training.optimizer.close()
     return digests
 

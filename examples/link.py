@@ -1,0 +1,74 @@
+"""What the link between CPU and GPU gives, and how much of it an optimizer step uses. Needs a CUDA GPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from rich.table import Table
+
+from fused_offload import FusedOffloadAdam
+
+COPY_BYTES = 16 * 2**20  # large enough for the link, small enough for both directions to start at once
+COPIES = 64
+REPEATS = 5
+
+
+def median_seconds(work: Callable[[], None]) -> float:
+    """Median wall-clock time of ``work``, from an idle GPU to an idle GPU."""
+    seconds = []
+    for _ in range(REPEATS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+def duplex_bytes_per_s(device: torch.device) -> float:
+    """Bytes a second, each way, of pinned copies in both directions at once."""
+    host = [torch.empty(COPY_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    gpu = [torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    streams = [torch.cuda.Stream(device), torch.cuda.Stream(device)]
+
+    def copy_both_ways() -> None:
+        for _ in range(COPIES):
+            with torch.cuda.stream(streams[0]):
+                gpu[0].copy_(host[0], non_blocking=True)
+            with torch.cuda.stream(streams[1]):
+                host[1].copy_(gpu[1], non_blocking=True)
+
+    return COPY_BYTES * COPIES / median_seconds(copy_both_ways)
+
+
+def step_seconds(optimizer: FusedOffloadAdam) -> float:
+    """Time of a step by itself, write-back included. Changes the parameters: call it when training is over."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.zeros_like(param)
+
+    def step() -> None:
+        optimizer.step()
+        optimizer.synchronize()
+
+    step()
+    return median_seconds(step)
+
+
+def link_table(optimizer: FusedOffloadAdam, device: torch.device) -> Table:
+    """How fast a step moves the state, against the link, and what the state would take on the GPU."""
+    report = optimizer.memory_report()
+    moved = sum(report.host_bytes.values())
+    seconds, link = step_seconds(optimizer), duplex_bytes_per_s(device)
+    table = Table(title="One optimizer step by itself", show_header=False)
+    table.add_row("state moved, each way", f"{moved / 1e9:.3f} GB")
+    table.add_row("time, write-back included", f"{seconds * 1e3:.1f} ms")
+    table.add_row("speed, each way", f"{moved / seconds / 1e9:.1f} GB/s")
+    table.add_row("plain copies both ways at once", f"{link / 1e9:.1f} GB/s each way")
+    table.add_row("share of the link", f"{moved / seconds / link:.0%}")
+    table.add_row("GPU memory for the optimizer: staging", f"{report.ring_bytes / 1e9:.3f} GB")
+    table.add_row("GPU memory that a resident optimizer would need", f"{moved / 1e9:.3f} GB")
+    return table
