@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.profiler import record_function
 
 from .amp import AmpInputs
 from .config import OffloadConfig
@@ -57,24 +58,26 @@ class Engine:
             for device in devices:
                 pipeline = self._pipeline(device)
                 stack.enter_context(pipeline.locked())
-                step = pipeline.prepare(
-                    plan,
-                    updates,
-                    scalars,
-                    corrections,
-                    numerics=numerics,
-                    grad_scale=_on_device(amp.grad_scale, device),
-                    found_inf=_on_device(amp.found_inf, device),
-                )
+                with record_function("FusedOffloadAdam::prepare"):
+                    step = pipeline.prepare(
+                        plan,
+                        updates,
+                        scalars,
+                        corrections,
+                        numerics=numerics,
+                        grad_scale=_on_device(amp.grad_scale, device),
+                        found_inf=_on_device(amp.found_inf, device),
+                    )
                 prepared.append((pipeline, step))
             launching()
             for pipeline, step in prepared:
-                with torch.cuda.device(pipeline.queues.device):
+                with torch.cuda.device(pipeline.queues.device), record_function("FusedOffloadAdam::stream"):
                     pipeline.run(step)
         cpu_chunks = plan.chunks_of(_CPU)
         grad_scale = amp.grad_scale_on_host() if cpu_chunks else None
         for chunk in cpu_chunks:
-            run_chunk(chunk, plan, updates, scalars, grad_scale)
+            with record_function("FusedOffloadAdam::cpu_chunk"):
+                run_chunk(chunk, plan, updates, scalars, grad_scale)
 
     def _pipeline(self, device: torch.device) -> Pipeline:
         if device not in self._pipelines:
@@ -90,14 +93,15 @@ class Engine:
     def learn_skips(self) -> int:
         """Skipped steps that the host learns of now, without waiting unless it is far ahead.
 
-        All devices see the same signal, so each learns the same.
+        Devices only skip on their own where all parameters are on one.
         """
         return max((pipeline.skips.learn(room=True) for pipeline in self._pipelines.values()), default=0)
 
     def wait(self) -> None:
         """Waits on the host until all state is written back."""
-        for pipeline in self._pipelines.values():
-            pipeline.wait()
+        with record_function("FusedOffloadAdam::wait"):
+            for pipeline in self._pipelines.values():
+                pipeline.wait()
 
     def release(self) -> None:
         """Gives the staging of all devices back."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
+from torch.profiler import record_function
 
 from . import checkpoint
 from .amp import AmpInputs, amp_inputs
@@ -308,6 +309,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             ValueError: for hyperparameters out of range or parameters given twice.
             TypeError: for parameters that cannot be updated.
         """
+        if self._engine.pending_skips():
+            self._wait_for_state()  # steps that turn out skipped were none of this group's
         if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (torch.Tensor, set, type(None))):
             params = list(param_group["params"])
             param_group = {**param_group, "params": params}
@@ -372,17 +375,21 @@ class FusedOffloadAdam(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             check_hyperparameters(group, lr_required=True)
-        updates = self._watch.observe(self.param_groups, self.use_decoupled_grad)
-        self._check_entries(updates)
+        with record_function("FusedOffloadAdam::check"):
+            updates = self._watch.observe(self.param_groups, self.use_decoupled_grad)
+            self._check_entries(updates)
         amp = amp_inputs(self, grad_scaler)
-        if amp.found_inf is not None and any(param.device.type == "cpu" for param in updates.params):
-            amp = amp.on_host()  # the CPU loop must know now
+        if amp.found_inf is not None and not self._on_one_gpu():
+            amp = amp.on_host()  # the CPU loop must know now, and devices that skip on their own count on their own
         if amp.skipped_on_host():
             return loss
         self._take_in_skips()
         entries = self._ready_entries(updates)
         self._run(updates, entries, amp)
         return loss
+
+    def _on_one_gpu(self) -> bool:
+        return len(self._watch.devices) == 1 and next(iter(self._watch.devices)).type == "cuda"
 
     def _check_usable(self) -> None:
         if self._closed:

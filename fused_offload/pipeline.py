@@ -220,24 +220,20 @@ class _DevicePlan:
             self.transfers.append(None if kind.extent.layout.resident else chunk_transfer(chunk, kind))
         streamed = {kind.extent for kind in self.kinds if not kind.extent.layout.resident}
         self.slot_bytes = max((_slot_bytes(extent, chunk_bytes) for extent in streamed), default=0)
-        self._states: dict[Any, AdamState] = {}
-        self._generation = -1
+        # By slot, weakly: a ring that is released or grown takes its slots' views with it.
+        self._states: weakref.WeakKeyDictionary[Slot, dict[Any, AdamState]] = weakref.WeakKeyDictionary()
 
     def state(self, index: int, slot_index: int, ring: StagingRing) -> AdamState:
         """State of a chunk as the kernel takes it; full chunks of a kind share the same views."""
         kind, transfer = self.kinds[index], self.transfers[index]
-        if self._generation != ring.generation:
-            self._states.clear()
-            self._generation = ring.generation
-        key = (kind, None) if transfer is None else (kind, transfer.place.numel, slot_index)
-        state = self._states.get(key)
-        if state is None:
-            if transfer is None:
-                state = kind.extent.state(init_moments=kind.init_moments, init_master=kind.init_master)
-            else:
-                state = slot_state(ring.slots[slot_index], transfer.place, kind)
-            self._states[key] = state
-        return state
+        if transfer is None:
+            return kind.extent.state(init_moments=kind.init_moments, init_master=kind.init_master)
+        slot = ring.slots[slot_index]
+        views = self._states.setdefault(slot, {})
+        key = (kind, transfer.place.numel)
+        if key not in views:
+            views[key] = slot_state(slot, transfer.place, kind)
+        return views[key]
 
 
 def _slot_bytes(extent: Extent, chunk_bytes: int) -> int:

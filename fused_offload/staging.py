@@ -46,7 +46,6 @@ class StagingRing:
         device: where the slots are.
         slots: the slots, empty while nobody needs them.
         lock: held by whoever has slots in use: from a step's first enqueued operation to its last.
-        generation: counts allocations; views of older slots are stale.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +53,6 @@ class StagingRing:
         self.device = device
         self.slots: list[Slot] = []
         self.lock = threading.RLock()
-        self.generation = 0
         self._needs: weakref.WeakKeyDictionary[Any, RingNeed] = weakref.WeakKeyDictionary()
 
     @property
@@ -89,7 +87,6 @@ class StagingRing:
             self._needs.pop(user, None)
             raise RuntimeError(self._too_large(depth, slot_bytes)) from error
         self.slots = [Slot(memory[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(depth)]
-        self.generation += 1
         return True
 
     def would_grow(self) -> bool:

@@ -264,6 +264,7 @@ class StateEntry(dict[str, torch.Tensor]):
             ValueError: for another shape.
         """
         if key == "step":
+            self._hooks.wait()  # steps that turn out skipped must not be taken off the new count
             self._hooks.write_step(self.param, int(value))
             return
         if not self.bound:

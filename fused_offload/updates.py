@@ -50,6 +50,7 @@ class ParamWatch:
     Attributes:
         params: parameters in group order.
         groups: index of each parameter's group.
+        devices: where the parameters are.
         generation: counts changes of the parameters.
     """
 
@@ -58,6 +59,7 @@ class ParamWatch:
         self.generation = 0
         self.params: list[torch.Tensor] = []
         self.groups: list[int] = []
+        self.devices: set[torch.device] = set()
         self._lengths: list[int] = []
         self._known = TensorWatch([])
         self._present: list[int] = []
@@ -102,6 +104,7 @@ class ParamWatch:
             check_params(group["params"], f"parameter group {index}")
         self.params, self._lengths = params, lengths
         self.groups = [index for index, length in enumerate(lengths) for _ in range(length)]
+        self.devices = {param.device for param in params}
         self._known = TensorWatch(params)
         self.generation += 1
 

@@ -272,3 +272,26 @@ def test_training_with_a_scaler_follows_training_without(device: str) -> None:
     # Scaling by a power of two is exact, up to float32 underflow, which does not occur here.
     for param, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert_same_bits(param, other, "parameter")
+
+
+@pytest.mark.parametrize("change", ["group", "count"])
+def test_skips_that_the_host_learns_late(device: str, change: str) -> None:
+    """A step that the device skipped is not taken off the count of a group added since, or of one that was set since."""
+    optimizer, params = make(device)
+    give_grads(params, 1, scale=1.0)
+    optimizer.step()
+    optimizer.grad_scale, optimizer.found_inf = torch.ones((), device=device), torch.ones((), device=device)
+    optimizer.step()
+    optimizer.found_inf = torch.zeros((), device=device)
+    if change == "group":
+        late = param_of(randn(200, 9, device))
+        late.grad = randn(200, 10, device)
+        optimizer.add_param_group({"params": [late]})
+        optimizer.step()
+        optimizer.synchronize()
+        assert [group["step"] for group in optimizer.param_groups] == [2, 1]
+    else:
+        optimizer.state[params[0]]["step"] = 7
+        optimizer.step()
+        optimizer.synchronize()
+        assert optimizer.param_groups[0]["step"] == 8

@@ -74,6 +74,19 @@ def test_two_optimizers_share_one_ring() -> None:
     other.close()
 
 
+def test_a_grown_ring_gives_the_smaller_one_back() -> None:
+    _, small = build(OffloadConfig(chunk_bytes=8 * MIB), sizes=BIG[:2])
+    small.step()
+    without = torch.cuda.memory_allocated() - small.memory_report().ring_bytes
+    _, large = build(OffloadConfig(chunk_bytes=48 * MIB), sizes=BIG[:2])
+    model_bytes = 2 * BIG[0][0] * 4  # its bf16 parameters and gradients
+    large.step()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - large.memory_report().ring_bytes - model_bytes <= without + MIB
+    small.close()
+    large.close()
+
+
 def test_a_steady_step_allocates_nothing() -> None:
     _params, optimizer = build(OffloadConfig(chunk_bytes=8 * MIB, fraction=0.7), "remainder_bf16")
     for _ in range(2):
@@ -105,8 +118,11 @@ def test_release_gpu_memory_and_go_on() -> None:
             set_grads(params, step)
             optimizer.step()
             if release:
+                ring = optimizer.memory_report().ring_bytes
+                before = torch.cuda.memory_allocated()
                 optimizer.release_gpu_memory()
                 assert optimizer.memory_report().ring_bytes == 0
+                assert before - torch.cuda.memory_allocated() >= ring > 0
                 junk = torch.full((200 * MIB // 4,), float("nan"), device="cuda")
                 del junk
         optimizer.synchronize()

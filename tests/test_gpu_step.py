@@ -280,6 +280,19 @@ def test_a_home_that_cannot_be_written() -> None:
 
 
 @pytest.mark.multi_gpu
+def test_a_skip_counts_once_however_many_devices_there_are() -> None:
+    params = [torch.nn.Parameter(torch.ones(99, device=f"cuda:{index}")) for index in range(2)]
+    optimizer = FusedOffloadAdam([{"params": [param]} for param in params], lr=0.5, offload=SMALL)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    for flag in (0.0, 1.0, 0.0):
+        optimizer.found_inf = torch.full((1,), flag, device="cuda:0")
+        optimizer.step()
+    assert [group["step"] for group in optimizer.state_dict()["param_groups"]] == [2, 2]
+    assert params[1].abs().max().item() < 1e-6
+
+
+@pytest.mark.multi_gpu
 def test_every_device_of_the_process() -> None:
     """Parameters on both devices while the first is current; the current device stays as it was."""
     torch.cuda.set_device(0)

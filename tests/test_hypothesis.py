@@ -143,7 +143,7 @@ class Training:
         if math.isfinite(magnitude):
             return grad * magnitude
         if grad.numel():
-            grad.view(-1)[self.choose(grad.numel())] = magnitude
+            grad[tuple(self.choose(size) for size in grad.shape)] = magnitude
         return grad
 
     def step(self, magnitude: float, *, grad_scale: float | None = None, skipped: bool = False) -> None:

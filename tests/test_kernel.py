@@ -471,17 +471,29 @@ def test_a_skipped_step_keeps_scales_of_maxima_that_rounded_up(device: torch.dev
     assert_same_memory(actual, expected)
 
 
-def initialise(world: World) -> None:
-    """Initial state as the reference would encode it: zero moments, the parameter as master."""
+def initialise_moments(world: World) -> None:
     for index, numel in enumerate(world.numels):
-        state, param = world.state.narrow(world.starts[index], numel), world.param(index)
+        state = world.state.narrow(world.starts[index], numel)
         encode_(state.exp_avg, torch.zeros(numel))
         encode_(state.exp_avg_sq, torch.zeros(numel))
-        master = state.master_param
+
+
+def initialise_masters(world: World) -> None:
+    for index, numel in enumerate(world.numels):
+        master, param = world.state.narrow(world.starts[index], numel).master_param, world.param(index)
         if master is not None and master.form is REMAINDER:
             split_remainder_(param, master.data, param.float())
         elif master is not None:
             encode_(master, param.float())
+
+
+def spoil_masters(world: World) -> None:
+    for start, numel in zip(world.starts, world.numels, strict=True):
+        master = world.state.narrow(start, numel).master_param
+        assert master is not None
+        master.data.fill_(77)
+        if master.scale is not None:
+            master.scale.fill_(77)
 
 
 @IGNORE_INVALID
@@ -489,7 +501,8 @@ def initialise(world: World) -> None:
 def test_a_skipped_first_step_leaves_initial_state(setup: Setup, device: torch.device) -> None:
     # The memory held random bits; what is copied back after a skipped first step must be a state to go on from.
     actual, expected = both(setup, (129, 1025), device)
-    initialise(expected)
+    initialise_moments(expected)
+    initialise_masters(expected)
     for world in (actual, expected):
         world.grad(0).fill_(float("inf"))
     params = {name: memory for name, memory in actual.buffers().items() if name.startswith("param")}
@@ -497,6 +510,29 @@ def test_a_skipped_first_step_leaves_initial_state(setup: Setup, device: torch.d
     assert_same_memory(actual, expected)
     after = actual.buffers()
     assert all(torch.equal(after[name], memory) for name, memory in params.items())
+
+
+@IGNORE_INVALID
+@pytest.mark.parametrize("setup", [SCALED, SMALLEST], ids=str)
+def test_a_skipped_step_initialises_a_master_beside_existing_moments(setup: Setup, device: torch.device) -> None:
+    actual, expected = both(setup, (129, 1025), device, steps=1)
+    initialise_masters(expected)
+    spoil_masters(actual)
+    actual.state = actual.state._replace(init_master=True)
+    actual.grad(0).fill_(float("inf"))
+    expected.grad(0).fill_(float("inf"))
+    actual.kernel_step(scalars_of(setup, 2), actual.pieces(), signals(device, found_inf=1.0))
+    assert_same_memory(actual, expected)
+
+
+@pytest.mark.parametrize("master", [FP32, FP16], ids=lambda form: form.name)
+def test_a_skipped_step_writes_the_master_of_a_float32_parameter(master: Form, device: torch.device) -> None:
+    # This master is never read, so it is not copied to the slot, and what the slot holds must not be copied back.
+    setup = Setup(master=master)
+    actual, expected = both(setup, (129, 1025), device, steps=1)
+    spoil_masters(actual)
+    actual.kernel_step(scalars_of(setup, 2), actual.pieces(), signals(device, found_inf=1.0))
+    assert_same_memory(actual, expected)
 
 
 # -- fast math -------------------------------------------------------------------------------------------------------
