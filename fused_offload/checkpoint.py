@@ -16,6 +16,7 @@ import torch
 
 from .kernels.forms import Form, decode
 from .state import StateEntry, StateMapping, check_storable, get_unscaled, same_memory, set_scaled
+from .tensors import is_frozen
 
 _TORCH_KEYS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 _REQUIRED = ("lr", "betas", "eps", "weight_decay", "bias_correction")
@@ -154,7 +155,7 @@ def plan_load(
         pairs = [(p, state_dict["state"].get(name)) for p, name in zip(group["params"], saved["params"], strict=True)]
         pairs = [(param, entry) for param, entry in pairs if entry is not None]
         step = _saved_step(saved, pairs, index)
-        if step and not pairs and any(param.numel() and param.requires_grad for param in group["params"]):
+        if step and not pairs and any(param.numel() and not is_frozen(param) for param in group["params"]):
             raise ValueError(
                 f"loaded state dict has no state for any parameter of group {index} at step {step}. "
                 "If they were frozen until then, load first and unfreeze them afterwards."

@@ -21,6 +21,7 @@ from .planner import Planner
 from .report import MemoryReport, memory_report
 from .state import StateEntry, StateHooks, StateMapping, get_unscaled, set_scaled
 from .store import StateStore
+from .tensors import is_frozen
 from .updates import ParamWatch, Updates, check_params
 
 
@@ -151,9 +152,11 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        if value is not self._store.state:
-            self._store.state.clear()
-            self._store.state.update(value)
+        state = self._store.state
+        if value is not state:
+            state.update(value)  # first, so that a value that is refused takes nothing away
+            for param in set(state) - set(value):
+                del state[param]
 
     def _forms_of(self, param: torch.Tensor) -> dict[str, Form]:
         entry = self.state[param] if param in self.state else None
@@ -173,7 +176,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
     def _params_with_state(self) -> list[torch.Tensor]:
         """Parameters that a step gives state: all but frozen ones, which have neither a gradient nor need one."""
-        return [p for p in self._all_params() if p.requires_grad or self._grad_of(p) is not None]
+        return [p for p in self._all_params() if not is_frozen(p) or self._grad_of(p) is not None]
 
     def _initialize_entry(self, param: torch.Tensor) -> None:
         if self._closed:
@@ -225,7 +228,10 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         entry.rehome()
         if state_name == "master_param":
             entry.fill_master()
-        return entry.peek(state_name) if skip_unscale else get_unscaled(entry, state_name)
+        if skip_unscale:
+            entry.note_read(state_name)
+            return entry.peek(state_name)
+        return get_unscaled(entry, state_name)
 
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
         """Writes one state value of a parameter, which becomes authoritative.
@@ -547,6 +553,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         """
         if self._closed:
             self._check_usable()
+        state_dict = dict(state_dict)  # hooks may change it, the caller's stays
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = pre_hook(self, state_dict)
             state_dict = state_dict if result is None else result

@@ -143,12 +143,27 @@ class Extent:
         self.place = place = ArrayPlace(layout.forms, numel, gap=_ARRAY_ALIGNMENT)
         self.nbytes = place.nbytes
         self.slab = None if layout.resident else PinnedSlab(place.nbytes, pin=pin)
-        memory = (
+        self._memory = (
             torch.zeros(place.nbytes, dtype=torch.uint8, device=layout.device) if self.slab is None else self.slab.bytes
         )
-        self.stored = {
-            key: place.stored(key, _with_own_storage(memory, start, stop)) for key, (start, stop) in place.spans.items()
-        }
+        self.stored = {key: self._arrays(key) for key in place.spans}
+
+    def _arrays(self, key: str) -> Stored:
+        start, stop = self.place.spans[key]
+        return self.place.stored(key, _with_own_storage(self._memory, start, stop))
+
+    def rehome(self) -> None:
+        """Takes arrays back whose torch storage was moved as a whole.
+
+        Sending a view to another process moves its storage into shared memory.
+        """
+        for key, moved in self.stored.items():
+            if moved.data.data_ptr() != self._memory.data_ptr() + self.place.data[key]:
+                home = self._arrays(key)
+                home.data.copy_(moved.data)
+                if home.scale is not None and moved.scale is not None:
+                    home.scale.copy_(moved.scale)
+                self.stored[key] = home
 
     def narrow(self, key: str, start: int, numel: int) -> Stored:
         """One key's elements ``[start, start + numel)``; ``start`` is a multiple of `ALIGNMENT`."""

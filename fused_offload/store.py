@@ -163,6 +163,8 @@ class StateStore:
 
     def rehome(self) -> None:
         """Takes back values whose views were pointed elsewhere by a caller."""
+        for extent in self.extents():
+            extent.rehome()
         for entry in self.state.values():
             if entry.bound:
                 entry.rehome()

@@ -15,6 +15,15 @@ def _order(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]
     return sorted((stride, size) for size, stride in zip(shape, strides, strict=True) if size != 1)
 
 
+def is_frozen(param: torch.Tensor) -> bool:
+    """Whether a parameter waits for no gradient.
+
+    Only a model's own parameters can be frozen; shards of them that a wrapper passes instead never require a gradient,
+    and still get one.
+    """
+    return isinstance(param, torch.nn.Parameter) and not param.requires_grad
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill ``numel`` consecutive places in memory, each once, in whatever order."""
     if tensor.is_contiguous() or tensor.numel() == 0:

@@ -189,11 +189,14 @@ def _update_block(
         update = _fma(p, zero + weight_decay, update, NUMERICS)
     p = _fma(-update, zero + lr, p, NUMERICS)
 
+    p_model_new = p
     if CAN_SKIP:
         # Only reached with skip set where state was never written: give it its initial value (see _adam_kernel).
         m_new = tl.where(skip, m, m_new)
         v_new = tl.where(skip, v, v_new)
         p = tl.where(skip, p_before, p)
+        # Not p: a rounded master need not round to the parameter that was rounded from the exact value.
+        p_model_new = tl.where(skip, p_model, p)
     store_state(exp_avg_ptr, exp_avg_scale_ptr, start, numel, offsets, m_new, mask, EXP_AVG, False, MASKED, BLOCK)
     store_state(
         exp_avg_sq_ptr, exp_avg_sq_scale_ptr, start, numel, offsets, v_new, mask, EXP_AVG_SQ, True, MASKED, BLOCK
@@ -203,7 +206,7 @@ def _update_block(
         store_raw(param_ptr, lane, bits, mask, MASKED)
         store_raw(master_ptr, offsets, remainder, mask, MASKED)
     else:
-        store_fp32(param_ptr, lane, p, mask, PARAM, MASKED)
+        store_fp32(param_ptr, lane, p_model_new, mask, PARAM, MASKED)
         if MASTER != "none":
             store_state(master_ptr, master_scale_ptr, start, numel, offsets, p, mask, MASTER, False, MASKED, BLOCK)
 

@@ -525,6 +525,16 @@ def test_a_skipped_step_initialises_a_master_beside_existing_moments(setup: Setu
     assert_same_memory(actual, expected)
 
 
+@IGNORE_INVALID
+@pytest.mark.parametrize("setup", [SCALED, SMALLEST], ids=str)
+def test_a_skipped_step_initialises_moments_beside_an_existing_master(setup: Setup, device: torch.device) -> None:
+    actual, expected = both(setup, (129, 1025), device, steps=1)
+    initialise_moments(expected)
+    actual.state = actual.state._replace(init_moments=True)
+    actual.kernel_step(scalars_of(setup, 2), actual.pieces(), signals(device, found_inf=1.0))
+    assert_same_memory(actual, expected)
+
+
 @pytest.mark.parametrize("master", [FP32, FP16], ids=lambda form: form.name)
 def test_a_skipped_step_writes_the_master_of_a_float32_parameter(master: Form, device: torch.device) -> None:
     # This master is never read, so it is not copied to the slot, and what the slot holds must not be copied back.

@@ -914,3 +914,35 @@ def test_reloading_keeps_unset_masters_unset(device: torch.device) -> None:
     step_without_lr(optimizer, params)
     for param, weight in zip(params, weights, strict=True):
         assert_same_bits(param, weight)
+
+
+def test_storage_that_was_moved_as_a_whole_comes_home(device: torch.device) -> None:
+    """Sending a view to another process moves its storage into shared memory; the next step must not lose it."""
+    moved, reference = (torch.nn.Parameter(torch.ones(300, device=device)) for _ in range(2))
+    optimizers = [FusedOffloadAdam([param], lr=0.1) for param in (moved, reference)]
+    for step in range(3):
+        for param in (moved, reference):
+            param.grad = torch.full_like(param, 0.5 + step)
+        for optimizer in optimizers:
+            optimizer.step()
+        if step == 0:
+            view = optimizers[0].state[moved]["exp_avg"]
+            address = view.data_ptr()
+            view.share_memory_()
+            assert view.data_ptr() != address
+    assert torch.equal(moved, reference)
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(optimizers[0].state[moved][key], optimizers[1].state[reference][key])
+    assert optimizers[0].state[moved]["exp_avg"].data_ptr() == address
+
+
+def test_views_that_require_no_gradient_are_not_frozen(device: torch.device) -> None:
+    """Shards of a flat buffer are plain views: they share one extent, and have state also while they lack a gradient."""
+    buffer = torch.ones(1024, device=device)
+    shards = [buffer[:256].detach(), buffer[512:].detach()]
+    optimizer = FusedOffloadAdam(shards)
+    shards[0].grad = torch.ones_like(shards[0])
+    optimizer.step()
+    extents = {id(optimizer.state[shard].extent) for shard in shards}
+    assert len(extents) == 1
+    assert set(optimizer.state[shards[1]]) == {"exp_avg", "exp_avg_sq"}
