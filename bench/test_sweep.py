@@ -42,8 +42,8 @@ def reconfigure(optimizer: FusedOffloadAdam, config: OffloadConfig) -> None:
     optimizer.synchronize()
     optimizer.release_gpu_memory()
     optimizer.offload = config
-    optimizer._planner = Planner(config)
-    optimizer._engine = Engine(config)
+    optimizer._stepper.planner = Planner(config)
+    optimizer._stepper.engine = Engine(config)
 
 
 @pytest.mark.parametrize("depth", SWEEP_DEPTHS)

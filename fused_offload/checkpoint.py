@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 
 from .kernels.forms import Form, decode
-from .state import StateEntry, StateMapping, check_storable, get_unscaled, same_memory, set_scaled
+from .mapping import StateMapping
+from .state import StateEntry, check_storable, get_unscaled, same_memory, set_scaled
 from .tensors import is_frozen
 
 _TORCH_KEYS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
@@ -78,7 +79,7 @@ def pack_for_torch(param_groups: Sequence[dict[str, Any]], state: StateMapping, 
     packed = {}
     for index, entry in _bound_entries(state, _indices(param_groups)):
         moments = {key: get_unscaled(entry, key) for key in ("exp_avg", "exp_avg_sq")}
-        packed[index] = {"step": torch.tensor(float(steps[index])), **moments}
+        packed[index] = {"step": torch.tensor(float(steps[index]), dtype=torch.float32, device="cpu"), **moments}
     for group in groups:
         group.pop("step", None)
         group.pop("bias_correction", None)

@@ -23,12 +23,16 @@ _CPU = torch.device("cpu")
 
 
 class Engine:
-    """One pipeline per CUDA device, made when the first parameter on it is stepped, and a loop for the CPU."""
+    """Runs plans: on CUDA devices by a pipeline each, on the CPU by a loop.
+
+    Attributes:
+        pipelines: pipeline of each CUDA device, made when the first parameter on it is stepped.
+    """
 
     def __init__(self, config: OffloadConfig) -> None:
         """Takes no memory yet."""
         self._config = config
-        self._pipelines: dict[torch.device, Pipeline] = {}
+        self.pipelines: dict[torch.device, Pipeline] = {}
 
     def run(
         self,
@@ -80,42 +84,42 @@ class Engine:
                 run_chunk(chunk, plan, updates, scalars, grad_scale)
 
     def _pipeline(self, device: torch.device) -> Pipeline:
-        if device not in self._pipelines:
+        if device not in self.pipelines:
             from .pipeline import Pipeline  # needs Triton, which parameters on the CPU do not
 
-            self._pipelines[device] = Pipeline(device, self._config)
-        return self._pipelines[device]
+            self.pipelines[device] = Pipeline(device, self._config)
+        return self.pipelines[device]
 
     def pending_skips(self) -> int:
         """Steps of which the host does not know yet whether the device skipped them."""
-        return max((pipeline.skips.pending for pipeline in self._pipelines.values()), default=0)
+        return max((pipeline.skips.pending for pipeline in self.pipelines.values()), default=0)
 
     def learn_skips(self) -> int:
         """Skipped steps that the host learns of now, without waiting unless it is far ahead.
 
         Devices only skip on their own where all parameters are on one.
         """
-        return max((pipeline.skips.learn(room=True) for pipeline in self._pipelines.values()), default=0)
+        return max((pipeline.skips.learn(room=True) for pipeline in self.pipelines.values()), default=0)
 
     def wait(self) -> None:
         """Waits on the host until all state is written back."""
         with record_function("FusedOffloadAdam::wait"):
-            for pipeline in self._pipelines.values():
+            for pipeline in self.pipelines.values():
                 pipeline.wait()
 
     def release(self) -> None:
         """Gives the staging of all devices back."""
-        for pipeline in self._pipelines.values():
+        for pipeline in self.pipelines.values():
             pipeline.queues.release()
 
     def close(self) -> None:
         """Waits and drops everything on the devices."""
         self.wait()
-        self._pipelines.clear()
+        self.pipelines.clear()
 
     def ring_bytes(self) -> int:
         """GPU staging bytes of the devices in use."""
-        return sum(pipeline.queues.ring.nbytes for pipeline in self._pipelines.values())
+        return sum(pipeline.queues.ring.nbytes for pipeline in self.pipelines.values())
 
 
 def step_corrections(

@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch.profiler import record_function
 
 from . import checkpoint
-from .amp import AmpInputs, amp_inputs
+from .amp import amp_inputs
 from .arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS, MASTER_FORMS, check_hyperparameters, check_modes
 from .config import OffloadConfig
-from .engine import Engine, step_corrections
 from .kernels.forms import REMAINDER, Form
-from .kernels.reference import AdamScalars, adam_scalars
+from .mapping import StateMapping
 from .masters import refresh_master
-from .planner import Planner
 from .report import MemoryReport, memory_report
-from .state import StateEntry, StateHooks, StateMapping, get_unscaled, set_scaled
+from .state import StateEntry, StateHooks, get_unscaled, set_scaled
+from .stepper import StepModes, Stepper
 from .store import StateStore
 from .tensors import is_frozen
-from .updates import ParamWatch, Updates, check_params
+from .updates import check_params
 
 
 class FusedOffloadAdam(torch.optim.Optimizer):
@@ -124,15 +122,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             self._wait_for_state, self._write_group_step, self._initialize_entry, self._forget_entries
         )
         self._store = StateStore(offload, self._hooks, self._forms_of)
-        self._planner = Planner(offload)
-        self._engine = Engine(offload)
-        self._watch = ParamWatch()
-        self._entries: list[StateEntry | None] = []
-        self._entries_made_for = (-1, -1)
-        self._misfits: dict[int, str] = {}
-        self._unconfirmed: list[tuple[StateEntry, dict[str, Any]]] = []
+        self._stepper = Stepper(offload, self._hooks, self._store)
         self._closed = False
-        self._failure: str | None = None
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -267,28 +258,12 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
     def _wait_for_state(self) -> None:
         """Waits until the host copy of the state is complete and all skipped steps are known."""
-        self._engine.wait()
-        self._take_in_skips()
+        self._stepper.wait(self.param_groups)
 
     def _forget_entries(self) -> None:
         """Drops what steps remember of the state, which would keep the storage of removed entries alive."""
         self._wait_for_state()
-        self._planner.forget()
-        self._store.forget_views()
-        self._entries = []
-        self._entries_made_for = (-1, -1)
-
-    def _take_in_skips(self) -> None:
-        """Corrects step counts by the skips that the host has learned of."""
-        skipped = self._engine.learn_skips()
-        if skipped:
-            for group in self.param_groups:
-                group["step"] = max(0, int(group.get("step", 0)) - skipped)
-        if self._unconfirmed and not self._engine.pending_skips():
-            for entry, group in self._unconfirmed:
-                if group["step"] == 0:  # no step was taken yet, so the parameter is still the master
-                    entry.forget_initial_state()
-            self._unconfirmed.clear()
+        self._stepper.forget_entries()
 
     def reload_model_params(self) -> None:
         """Takes over parameters that were changed behind the optimizer's back, such as loaded weights.
@@ -315,7 +290,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             ValueError: for hyperparameters out of range or parameters given twice.
             TypeError: for parameters that cannot be updated.
         """
-        if self._engine.pending_skips():
+        if self._stepper.engine.pending_skips():
             self._wait_for_state()  # steps that turn out skipped were none of this group's
         if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (torch.Tensor, set, type(None))):
             params = list(param_group["params"])
@@ -381,128 +356,26 @@ class FusedOffloadAdam(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             check_hyperparameters(group, lr_required=True)
-        with record_function("FusedOffloadAdam::check"):
-            updates = self._watch.observe(self.param_groups, self.use_decoupled_grad)
-            self._check_entries(updates)
+        modes = StepModes(
+            self.adam_w_mode, self.use_decoupled_grad, self.numerics, bool(self.defaults["bias_correction"])
+        )
+        updates = self._stepper.observe(self.param_groups, modes)
         amp = amp_inputs(self, grad_scaler)
-        if amp.found_inf is not None and not self._on_one_gpu():
+        if amp.found_inf is not None and not self._stepper.on_one_gpu():
             amp = amp.on_host()  # the CPU loop must know now, and devices that skip on their own count on their own
         if amp.skipped_on_host():
             return loss
-        self._take_in_skips()
-        entries = self._ready_entries(updates)
-        self._run(updates, entries, amp)
+        self._stepper.run(self.param_groups, updates, amp, modes, self._params_with_state)
         return loss
-
-    def _on_one_gpu(self) -> bool:
-        return len(self._watch.devices) == 1 and next(iter(self._watch.devices)).type == "cuda"
 
     def _check_usable(self) -> None:
         if self._closed:
             raise RuntimeError("This FusedOffloadAdam was closed; its state is no longer kept.")
-        if self._failure is not None:
+        if self._stepper.failure is not None:
             raise RuntimeError(
-                f"An earlier step failed half-way ({self._failure}), so parameters and state no longer belong "
+                f"An earlier step failed half-way ({self._stepper.failure}), so parameters and state no longer belong "
                 "together. Load a checkpoint into model and optimizer (load_state_dict) to go on."
             )
-
-    def _ready_entries(self, updates: Updates) -> list[StateEntry]:
-        """State of each update, with its storage."""
-        # Not only if this step saw a change: an earlier one may have seen it and then been refused or skipped.
-        known = self._entries if self._entries_made_for == (self._watch.generation, self._hooks.version) else None
-        if known is None or (None in known and any(known[position] is None for position in updates.positions)):
-            wanted = self._params_with_state()
-            self._store.ensure(wanted, wanted)
-            self._store.rehome()
-            known = self._entries = [self.state.get(param) for param in self._watch.params]
-            self._entries_made_for = (self._watch.generation, self._hooks.version)
-        else:
-            self._store.rehome_moved()
-        entries = known if len(updates.positions) == len(known) else [known[place] for place in updates.positions]
-        return cast("list[StateEntry]", entries)
-
-    def _check_entries(self, updates: Updates) -> None:
-        if self._entries_made_for != (self._watch.generation, self._hooks.version):
-            # Of all parameters: one without a gradient now may have one in a later step, which does not look again.
-            misfits = map(self._misfit, self._watch.params, self._watch.groups)
-            self._misfits = {position: reason for position, reason in enumerate(misfits) if reason}
-        for position in updates.positions if self._misfits else ():
-            if position in self._misfits:
-                raise RuntimeError(self._misfits[position])
-
-    def _misfit(self, param: torch.Tensor, group: int) -> str | None:
-        """Why a parameter cannot be stepped, or None."""
-        if self.numerics == "te" and param.device.type != "cuda":
-            return "numerics='te' reproduces an NVIDIA GPU's fast math; on the CPU use numerics='ieee'"
-        entry = self.state[param] if param in self.state else None
-        if entry is None or entry.extent is None:
-            return None
-        layout = entry.extent.layout
-        if param.device != layout.device:
-            return (
-                f"A parameter of group {group} moved from {layout.device} to {param.device} after it got its "
-                "state. Move it back, or save a state dict, build a new optimizer and load it."
-            )
-        if param.dtype != layout.param_dtype or param.shape != entry.shape:
-            return (
-                f"A parameter of group {group} is {param.dtype} of shape {tuple(param.shape)} now, but its state "
-                f"was made for {layout.param_dtype} of shape {tuple(entry.shape)}. "
-                "Drop optimizer.state[param] to start over."
-            )
-        return None
-
-    def _run(self, updates: Updates, entries: list[StateEntry], amp: AmpInputs) -> None:
-        plan = self._planner.plan(updates, entries, self._hooks.version)
-        steps = [int(group.get("step", 0)) + 1 for group in self.param_groups]
-        scalars = {
-            index: self._scalars(self.param_groups[index], steps[index]) for index in dict.fromkeys(updates.groups)
-        }
-        pending = self._engine.pending_skips()
-        corrections = {
-            index: step_corrections(
-                self.param_groups[index],
-                steps[index],
-                pending,
-                corrected=self._bias_corrected(self.param_groups[index]),
-            )
-            for index in scalars
-        }
-        launched = False
-
-        def launching() -> None:
-            nonlocal launched
-            launched = True
-            for group, step in zip(self.param_groups, steps, strict=True):
-                group["step"] = step
-
-        try:
-            self._engine.run(plan, updates, scalars, corrections, amp, numerics=self.numerics, launching=launching)
-        except BaseException as error:
-            if launched:
-                self._failure = f"{type(error).__name__}: {error}"
-            raise
-        for entry in plan.initial:
-            entry.mark_set()
-        if plan.initial and amp.found_inf is not None and amp.found_inf.device.type != "cpu":
-            group_of = dict(zip(map(id, updates.params), updates.groups, strict=True))
-            self._unconfirmed += [(entry, self.param_groups[group_of[id(entry.param)]]) for entry in plan.initial]
-
-    def _bias_corrected(self, group: dict[str, Any]) -> bool:
-        return bool(group.get("bias_correction", self.defaults["bias_correction"]))
-
-    def _scalars(self, group: dict[str, Any], step: int) -> AdamScalars:
-        lr = group["lr"]
-        if isinstance(lr, torch.Tensor) and lr.device.type == "cpu":
-            lr = lr.item()  # only a tensor on the parameters' device can be read by the kernel
-        return adam_scalars(
-            lr=lr,
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            step=step,
-            bias_corrected=self._bias_corrected(group),
-            adam_w_mode=self.adam_w_mode,
-        )
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -566,7 +439,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self._store.rehome()
         checkpoint.apply_load(plan, self.state)
         self.param_groups = plan.groups
-        self._failure = None
+        self._stepper.failure = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -578,12 +451,12 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
     def release_gpu_memory(self) -> None:
         """Waits, then gives the GPU staging back; the next step takes it again."""
-        self._engine.release()
+        self._stepper.engine.release()
 
     def memory_report(self) -> MemoryReport:
         """Bytes that this optimizer holds now, by place and state key."""
         numel = sum(param.numel() for param, entry in self.state.items() if entry.bound)
-        return memory_report(self._store.extents(), ring_bytes=self._engine.ring_bytes(), param_numel=numel)
+        return memory_report(self._store.extents(), ring_bytes=self._stepper.engine.ring_bytes(), param_numel=numel)
 
     def close(self) -> None:
         """Waits, then gives page locks and GPU staging back; the optimizer cannot step any more. Safe to call twice.
@@ -594,7 +467,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             return
         self.synchronize()
         self._closed = True
-        self._engine.close()
+        self._stepper.engine.close()
         self._store.close()
         self.state.clear()
 

@@ -47,7 +47,8 @@ class PinnedSlab:
         """
         check_host_bytes(nbytes)
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        with torch.inference_mode(False):  # else nobody outside that mode could write what was made inside it
+            self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         self.pinned = False
         if pin:
             self._register(mapping)

@@ -323,6 +323,7 @@ class Pipeline:
             lambda: ops.record(ops.compute),
         )
         signals = self._signals(grad_scale, found_inf, correction_rows)
+        scalars = {group: _with_lr_on(device, values) for group, values in scalars.items()}
 
         def launch(index: int, slot_index: int) -> None:
             rows = device_plan.table.chunks[index]
@@ -407,6 +408,12 @@ class Pipeline:
         if self._computed is not None:
             self._computed.synchronize()  # resident state is read by the host too
         self.skips.wait()
+
+
+def _with_lr_on(device: torch.device, scalars: AdamScalars) -> AdamScalars:
+    """A learning rate tensor on another device, copied to this one."""
+    lr = scalars.lr
+    return scalars._replace(lr=lr.to(device, non_blocking=True)) if isinstance(lr, torch.Tensor) else scalars
 
 
 def _bind(launch: Callable[[int, int], None], index: int) -> Callable[[int], None]:

@@ -41,8 +41,9 @@ class SkipCounter:
         if self._slab is None:
             self._slab = PinnedSlab(MAX_PENDING * 8, pin=True)
             self._cells = self._slab.bytes.view(torch.int64)
-            self._skips = torch.full((1,), self.known, dtype=torch.int64, device=self._device)
-            self._is_skip = torch.empty(1, dtype=torch.bool, device=self._device)
+            with torch.inference_mode(False):  # steps outside that mode write them too
+                self._skips = torch.full((1,), self.known, dtype=torch.int64, device=self._device)
+                self._is_skip = torch.empty(1, dtype=torch.bool, device=self._device)
         return self._skips
 
     def count(self, found_inf: torch.Tensor, record: Callable[[], Any]) -> None:

@@ -1,4 +1,4 @@
-"""What a parameter's state looks like from outside: the mapping behind ``optimizer.state``, and values in and out.
+"""What a parameter's state looks like from outside: the entries of ``optimizer.state``, and values in and out.
 
 The tensors in an entry are views of the canonical storage. Writing a tensor into an entry copies it there; nothing that
 a caller keeps is ever adopted, so state stays where it is whatever is done to it.
@@ -7,7 +7,6 @@ a caller keeps is ever adopted, so state stays where it is whatever is done to i
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -357,114 +356,6 @@ class StateEntry(dict[str, torch.Tensor]):
         )
 
     __delitem__ = pop = popitem = clear = _refuse_removal
-
-
-class StateMapping(defaultdict[torch.Tensor, StateEntry]):
-    """``optimizer.state``: parameter -> `StateEntry`. A missing parameter gets an empty entry, as in torch.
-
-    Moving an entry to another key (``state[new] = state.pop(old)``) moves everything that belongs to it.
-    """
-
-    def __init__(self, hooks: StateHooks) -> None:
-        """An empty mapping."""
-        super().__init__()
-        self._hooks = hooks
-
-    def __missing__(self, param: torch.Tensor) -> StateEntry:
-        """An empty entry, kept."""
-        entry = StateEntry(self._hooks, param)
-        super().__setitem__(param, entry)
-        self._hooks.version += 1
-        return entry
-
-    def __setitem__(self, param: torch.Tensor, value: Any) -> None:
-        """Moves an entry here, or copies the tensors of a plain dict into this parameter's storage."""
-        if isinstance(value, StateEntry) and self._fits(value, param):
-            value.param = param
-            super().__setitem__(param, value)
-            self._hooks.version += 1
-            return
-        if isinstance(value, StateEntry):
-            self[param].take_values(value)
-        else:
-            self[param].update(value)
-
-    def _fits(self, entry: StateEntry, param: torch.Tensor) -> bool:
-        if not entry.belongs_to(self._hooks):
-            return False
-        if entry.param is param:
-            return True
-        old = entry.param
-        if super().get(old) is entry:  # two parameters cannot share an entry
-            return False
-        if not entry.bound:
-            return True
-        return (
-            old.shape == param.shape
-            and old.stride() == param.stride()
-            and old.dtype == param.dtype
-            and old.device == param.device
-        )
-
-    def __delitem__(self, param: torch.Tensor) -> None:
-        """Drops an entry."""
-        self._about_to_remove()
-        super().__delitem__(param)
-
-    def pop(self, param: torch.Tensor, *default: Any) -> Any:
-        """Takes an entry out."""
-        self._about_to_remove()
-        return super().pop(param, *default)
-
-    def popitem(self) -> tuple[torch.Tensor, StateEntry]:
-        """Takes the last entry out."""
-        self._about_to_remove()
-        return super().popitem()
-
-    def clear(self) -> None:
-        """Drops all entries, and with them their storage."""
-        self._about_to_remove()
-        super().clear()
-
-    def _about_to_remove(self) -> None:
-        self._hooks.version += 1
-        self._hooks.forget()
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Sets several entries."""
-        for param, value in dict(*args, **kwargs).items():
-            self[param] = value
-
-    def __ior__(self, other: Any) -> StateMapping:  # type: ignore[override]
-        """Sets several entries."""
-        self.update(other)
-        return self
-
-    def setdefault(self, param: torch.Tensor, default: Any = None) -> StateEntry:
-        """The entry of a parameter; sets ``default`` first where there is none."""
-        if param not in self and default is not None:
-            self[param] = default
-        return self[param]
-
-    def copy(self) -> dict[torch.Tensor, StateEntry]:  # type: ignore[override]
-        """A plain dict of the entries."""
-        return dict(self)
-
-    def __copy__(self) -> dict[torch.Tensor, StateEntry]:  # type: ignore[override]
-        """A plain dict of the entries."""
-        return dict(self)
-
-    def __or__(self, other: Any) -> dict[torch.Tensor, Any]:  # type: ignore[override]
-        """A plain dict of the entries and of what ``other`` has."""
-        return {**self, **other}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
-        """A plain dict of copies."""
-        return {copy.deepcopy(param, memo): copy.deepcopy(entry, memo) for param, entry in self.items()}
-
-    def __reduce__(self) -> Any:
-        """Pickles as a plain dict."""
-        return dict, (list(self.items()),)
 
 
 def same_memory(value: torch.Tensor, view: torch.Tensor) -> bool:

@@ -143,14 +143,18 @@ class Extent:
         self.place = place = ArrayPlace(layout.forms, numel, gap=_ARRAY_ALIGNMENT)
         self.nbytes = place.nbytes
         self.slab = None if layout.resident else PinnedSlab(place.nbytes, pin=pin)
-        self._memory = (
-            torch.zeros(place.nbytes, dtype=torch.uint8, device=layout.device) if self.slab is None else self.slab.bytes
-        )
+        with torch.inference_mode(False):  # as for the slab's memory
+            self._memory = (
+                torch.zeros(place.nbytes, dtype=torch.uint8, device=layout.device)
+                if self.slab is None
+                else self.slab.bytes
+            )
         self.stored = {key: self._arrays(key) for key in place.spans}
 
     def _arrays(self, key: str) -> Stored:
         start, stop = self.place.spans[key]
-        return self.place.stored(key, _with_own_storage(self._memory, start, stop))
+        with torch.inference_mode(False):
+            return self.place.stored(key, _with_own_storage(self._memory, start, stop))
 
     def rehome(self) -> None:
         """Takes arrays back whose torch storage was moved as a whole.

@@ -11,8 +11,9 @@ import torch
 from .config import OffloadConfig
 from .hostmem import check_host_bytes
 from .kernels.forms import Form
+from .mapping import StateMapping
 from .plan import align
-from .state import StateHooks, StateMapping
+from .state import StateHooks
 from .storage import Extent, Layout
 from .watch import TensorWatch
 

@@ -48,7 +48,8 @@ class UploadBuffer:
         """
         if not corrections and self._holds == (id(table), table.version):
             return self._rows(table), {}
-        values = torch.tensor([pair for rows in corrections.values() for pair in rows], dtype=torch.float32)
+        pairs = [pair for rows in corrections.values() for pair in rows]
+        values = torch.tensor(pairs, dtype=torch.float32, device="cpu")  # whatever torch's default device is
         nbytes = table.nbytes + values.nbytes
         self._reserve(nbytes)
         assert self._slab is not None

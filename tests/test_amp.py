@@ -276,7 +276,7 @@ def test_training_with_a_scaler_follows_training_without(device: str) -> None:
 
 @pytest.mark.parametrize("change", ["group", "count"])
 def test_skips_that_the_host_learns_late(device: str, change: str) -> None:
-    """A step that the device skipped is not taken off the count of a group added since, or of one that was set since."""
+    """A step that the device skipped is not taken off the count of a group that was added or set since."""
     optimizer, params = make(device)
     give_grads(params, 1, scale=1.0)
     optimizer.step()

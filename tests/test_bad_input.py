@@ -296,6 +296,26 @@ def test_param_of_another_dtype_at_the_same_address(device: str) -> None:
     assert_step_refused(optimizer, RuntimeError, "is torch.float16")
 
 
+def test_state_view_emptied(device: str) -> None:
+    """``state[...].data = torch.empty(0)``, as walkers that free memory do, is refused until it is brought back."""
+    optimizer, params = make(device)
+    view = optimizer.state[params[0]]["exp_avg"]
+    kept = view.data
+    expected = kept.clone()
+    give_grads(optimizer, params, 9)
+    before = [param.detach().clone() for param in params]
+    view.data = torch.empty(0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"exp_avg should have shape \(300,\), but got \(0,\)"):
+            optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [3, 3]
+    assert all(torch.equal(param, old) for param, old in zip(params, before, strict=True))
+    view.data = kept
+    assert torch.equal(optimizer.state[params[0]]["exp_avg"], expected)
+    optimizer.step()
+    assert not torch.equal(optimizer.state[params[0]]["exp_avg"], expected)
+
+
 # -- gradients ---------------------------------------------------------------------------------------------------
 
 BAD_GRADS: list[tuple[str, Callable[[torch.Tensor], Any], type[Exception], str]] = [

@@ -35,11 +35,12 @@ def test_streamed_equals_resident(forms: str, config: OffloadConfig) -> None:
     assert_same(train(forms, config), resident(forms))
 
 
-def test_small_chunks_of_many_sizes() -> None:
+@pytest.mark.parametrize("forms", FORMS)
+def test_small_chunks_of_many_sizes(forms: str) -> None:
     """Chunks of one block of 128 elements, and segments that end anywhere in a chunk."""
     sizes = ((1,), (127,), (128,), (129,), (3 * 1024 + 17,), (1023,))
     config = OffloadConfig(chunk_bytes=1)
-    assert_same(train("fp16", config, sizes=sizes), train("fp16", RESIDENT, sizes=sizes))
+    assert_same(train(forms, config, sizes=sizes), train(forms, RESIDENT, sizes=sizes))
 
 
 def delay(monkeypatch: pytest.MonkeyPatch, slow: str, dropped: str | None = None) -> None:

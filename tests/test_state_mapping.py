@@ -13,7 +13,8 @@ import torch
 
 from fused_offload import FusedOffloadAdam
 from fused_offload.kernels.forms import join_remainder
-from fused_offload.state import StateEntry, StateMapping
+from fused_offload.mapping import StateMapping
+from fused_offload.state import StateEntry
 
 HYPERPARAMETERS = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.03}
 SHAPES = [(5,), (3, 43), (300,)]
@@ -937,7 +938,7 @@ def test_storage_that_was_moved_as_a_whole_comes_home(device: torch.device) -> N
 
 
 def test_views_that_require_no_gradient_are_not_frozen(device: torch.device) -> None:
-    """Shards of a flat buffer are plain views: they share one extent, and have state also while they lack a gradient."""
+    """Shards of a flat buffer are plain views: they share an extent, and have state even while they lack a gradient."""
     buffer = torch.ones(1024, device=device)
     shards = [buffer[:256].detach(), buffer[512:].detach()]
     optimizer = FusedOffloadAdam(shards)

@@ -9,6 +9,7 @@ import io
 import pickle
 import subprocess
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -1043,7 +1044,72 @@ def test_default_device_does_not_matter(device: str) -> None:
     with torch.device("meta"):
         optimizer.step()
         state_dict = optimizer.state_dict()
+        torch_state_dict = optimizer.torch_state_dict()
     oracle = Oracle(param_of(randn((6, 5), 0)), FP32)
     oracle.step(params[0].grad, optimizer.param_groups[0], 1)
     oracle.check(optimizer, params[0], "meta default:")
     assert state_dict["state"][0]["exp_avg"].device.type == "cpu"
+    assert torch_state_dict["state"][0]["step"].item() == 1
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@pytest.mark.parametrize("inside", ["initialize_state", "load_state_dict", "step"])
+def test_state_made_in_inference_mode(device: str, inside: str, fraction: float) -> None:
+    """Rollouts run in it, and some loaders: what is made there is written by steps outside."""
+    saved, params = make(device, ((300,),))
+    give_grads(params, 0)
+    saved.step()
+    optimizer, (param,) = make(device, ((300,),), offload=OffloadConfig(fraction=fraction))
+    oracle = Oracle(param, FP32)
+    give_grads([param], 0)
+    with torch.inference_mode():
+        if inside == "initialize_state":
+            optimizer.initialize_state(param)
+        elif inside == "load_state_dict":
+            optimizer.load_state_dict(saved.state_dict())
+        else:
+            optimizer.step()
+    steps = 0 if inside == "initialize_state" else 1
+    if steps:
+        value = param.detach().clone()
+        oracle.step(param.grad, optimizer.param_groups[0], 1)
+        oracle.param.copy_(value)
+    give_grads([param], 1)
+    optimizer.step()
+    oracle.step(param.grad, optimizer.param_groups[0], steps + 1)
+    oracle.check(optimizer, param, "outside again:")
+
+
+def test_step_under_autocast(device: str) -> None:
+    optimizer, (param,) = make(device, ((300,),))
+    oracle = Oracle(param, FP32)
+    give_grads([param], 0)
+    with torch.autocast(device, torch.bfloat16):
+        optimizer.step()
+    oracle.step(param.grad, optimizer.param_groups[0], 1)
+    oracle.check(optimizer, param, "under autocast:")
+
+
+def test_steps_in_another_thread(device: str) -> None:
+    optimizer, (param,) = make(device, ((300,),))
+    oracle = Oracle(param, FP32)
+    for step in range(1, 4):
+        give_grads([param], step)
+        thread = threading.Thread(target=optimizer.step)
+        thread.start()
+        thread.join()
+        oracle.step(param.grad, optimizer.param_groups[0], step)
+    oracle.check(optimizer, param, "in threads:")
+
+
+def test_scalar_params(device: str) -> None:
+    forms = FormsCase(torch.float16, torch.float16, "fp32")
+    param = param_of(torch.tensor(1.5, device=device))
+    optimizer = FusedOffloadAdam([param], lr=1e-2, **forms.arguments())
+    oracle = Oracle(param, forms)
+    for step in range(1, 4):
+        give_grads([param], step)
+        optimizer.step()
+        oracle.step(param.grad, optimizer.param_groups[0], step)
+    oracle.check(optimizer, param, "scalar:")
+    assert optimizer.state[param]["exp_avg"].shape == ()

@@ -1,0 +1,208 @@
+"""One step from groups and gradients to enqueued work: what is checked, remembered and counted between steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch.profiler import record_function
+
+from .amp import AmpInputs
+from .config import OffloadConfig
+from .engine import Engine, step_corrections
+from .kernels.reference import AdamScalars, adam_scalars
+from .planner import Planner
+from .state import StateEntry, StateHooks
+from .store import StateStore
+from .updates import ParamWatch, Updates
+
+
+class StepModes(NamedTuple):
+    """How a step works, read from the optimizer at each step: wrappers set some of it after construction.
+
+    Attributes:
+        adam_w_mode: decoupled weight decay if true, else L2.
+        decoupled_grad: read ``decoupled_grad`` instead of ``grad``.
+        numerics: ``"ieee"`` or ``"te"``.
+        bias_correction: what groups that do not say so do.
+    """
+
+    adam_w_mode: bool
+    decoupled_grad: bool
+    numerics: str
+    bias_correction: bool
+
+
+class Stepper:
+    """Runs the steps of one optimizer.
+
+    Attributes:
+        engine: runs plans.
+        planner: makes plans.
+        failure: what went wrong after a step's first launch, or None; parameters and state no longer belong together.
+    """
+
+    def __init__(self, config: OffloadConfig, hooks: StateHooks, store: StateStore) -> None:
+        """Knows no parameters yet."""
+        self.engine = Engine(config)
+        self.planner = Planner(config)
+        self.failure: str | None = None
+        self._hooks = hooks
+        self._store = store
+        self._watch = ParamWatch()
+        self._entries: list[StateEntry | None] = []
+        self._entries_made_for = (-1, -1)
+        self._misfits: dict[int, str] = {}
+        self._unconfirmed: list[tuple[StateEntry, dict[str, Any]]] = []
+
+    def observe(self, param_groups: Sequence[dict[str, Any]], modes: StepModes) -> Updates:
+        """What has a gradient, checked; changes nothing.
+
+        Raises:
+            TypeError: for what cannot be a parameter or a gradient.
+            RuntimeError: for tensors that cannot be updated, do not fit together, or do not fit their state.
+        """
+        with record_function("FusedOffloadAdam::check"):
+            updates = self._watch.observe(param_groups, modes.decoupled_grad)
+            self._check_entries(updates, modes.numerics)
+        return updates
+
+    def on_one_gpu(self) -> bool:
+        """Whether all parameters are on one CUDA device."""
+        return len(self._watch.devices) == 1 and next(iter(self._watch.devices)).type == "cuda"
+
+    def run(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        updates: Updates,
+        amp: AmpInputs,
+        modes: StepModes,
+        wanted: Callable[[], list[torch.Tensor]],
+    ) -> None:
+        """Enqueues a step and counts it.
+
+        Args:
+            param_groups: the optimizer's groups; ``step`` is updated.
+            updates: what `observe` returned.
+            amp: a gradient scaler's signals.
+            modes: how the step works.
+            wanted: parameters that get state, asked for only when something changed.
+        """
+        self.take_in_skips(param_groups)
+        entries = self._ready_entries(updates, wanted)
+        plan = self.planner.plan(updates, entries, self._hooks.version)
+        steps = [int(group.get("step", 0)) + 1 for group in param_groups]
+        pending = self.engine.pending_skips()
+        scalars, corrections = {}, {}
+        for index in dict.fromkeys(updates.groups):
+            group, step = param_groups[index], steps[index]
+            corrected = bool(group.get("bias_correction", modes.bias_correction))
+            scalars[index] = _scalars(group, step, corrected=corrected, adam_w_mode=modes.adam_w_mode)
+            corrections[index] = step_corrections(group, step, pending, corrected=corrected)
+        launched = False
+
+        def launching() -> None:
+            nonlocal launched
+            launched = True
+            for group, step in zip(param_groups, steps, strict=True):
+                group["step"] = step
+
+        try:
+            self.engine.run(plan, updates, scalars, corrections, amp, numerics=modes.numerics, launching=launching)
+        except BaseException as error:
+            if launched:
+                self.failure = f"{type(error).__name__}: {error}"
+            raise
+        for entry in plan.initial:
+            entry.mark_set()
+        if plan.initial and amp.found_inf is not None and amp.found_inf.device.type != "cpu":
+            group_of = dict(zip(map(id, updates.params), updates.groups, strict=True))
+            self._unconfirmed += [(entry, param_groups[group_of[id(entry.param)]]) for entry in plan.initial]
+
+    def _ready_entries(self, updates: Updates, wanted: Callable[[], list[torch.Tensor]]) -> list[StateEntry]:
+        """State of each update, with its storage."""
+        # Not only if this step saw a change: an earlier one may have seen it and then been refused or skipped.
+        known = self._entries if self._entries_made_for == (self._watch.generation, self._hooks.version) else None
+        if known is None or (None in known and any(known[position] is None for position in updates.positions)):
+            params = wanted()
+            self._store.ensure(params, params)
+            self._store.rehome()
+            known = self._entries = [self._store.state.get(param) for param in self._watch.params]
+            self._entries_made_for = (self._watch.generation, self._hooks.version)
+        else:
+            self._store.rehome_moved()
+        entries = known if len(updates.positions) == len(known) else [known[place] for place in updates.positions]
+        return cast("list[StateEntry]", entries)
+
+    def _check_entries(self, updates: Updates, numerics: str) -> None:
+        if self._entries_made_for != (self._watch.generation, self._hooks.version):
+            # Of all parameters: one without a gradient now may have one in a later step, which does not look again.
+            misfits = [
+                self._misfit(param, group, numerics)
+                for param, group in zip(self._watch.params, self._watch.groups, strict=True)
+            ]
+            self._misfits = {position: reason for position, reason in enumerate(misfits) if reason}
+        for position in updates.positions if self._misfits else ():
+            if position in self._misfits:
+                raise RuntimeError(self._misfits[position])
+
+    def _misfit(self, param: torch.Tensor, group: int, numerics: str) -> str | None:
+        """Why a parameter cannot be stepped, or None."""
+        if numerics == "te" and param.device.type != "cuda":
+            return "numerics='te' reproduces an NVIDIA GPU's fast math; on the CPU use numerics='ieee'"
+        entry = self._store.state[param] if param in self._store.state else None
+        if entry is None or entry.extent is None:
+            return None
+        layout = entry.extent.layout
+        if param.device != layout.device:
+            return (
+                f"A parameter of group {group} moved from {layout.device} to {param.device} after it got its "
+                "state. Move it back, or save a state dict, build a new optimizer and load it."
+            )
+        if param.dtype != layout.param_dtype or param.shape != entry.shape:
+            return (
+                f"A parameter of group {group} is {param.dtype} of shape {tuple(param.shape)} now, but its state "
+                f"was made for {layout.param_dtype} of shape {tuple(entry.shape)}. "
+                "Drop optimizer.state[param] to start over."
+            )
+        return None
+
+    def take_in_skips(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Corrects step counts by the skips that the host has learned of."""
+        skipped = self.engine.learn_skips()
+        if skipped:
+            for group in param_groups:
+                group["step"] = max(0, int(group.get("step", 0)) - skipped)
+        if self._unconfirmed and not self.engine.pending_skips():
+            for entry, group in self._unconfirmed:
+                if group["step"] == 0:  # no step was taken yet, so the parameter is still the master
+                    entry.forget_initial_state()
+            self._unconfirmed.clear()
+
+    def wait(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Waits until the host copy of the state is complete and all skipped steps are known."""
+        self.engine.wait()
+        self.take_in_skips(param_groups)
+
+    def forget_entries(self) -> None:
+        """Drops what steps remember of the state, which would keep the storage of removed entries alive."""
+        self.planner.forget()
+        self._store.forget_views()
+        self._entries = []
+        self._entries_made_for = (-1, -1)
+
+
+def _scalars(group: dict[str, Any], step: int, *, corrected: bool, adam_w_mode: bool) -> AdamScalars:
+    lr = group["lr"]
+    if isinstance(lr, torch.Tensor) and lr.device.type == "cpu":
+        lr = lr.item()  # only a tensor on the parameters' device can be read by the kernel
+    return adam_scalars(
+        lr=lr,
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        step=step,
+        bias_corrected=corrected,
+        adam_w_mode=adam_w_mode,
+    )
