@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,6 +14,9 @@ import torch
 from fused_offload import FusedOffloadAdam
 from fused_offload.kernels.forms import BF16, FP16, FP16_NONZERO, FP32, REMAINDER, Form, Stored, decode, encode_
 from fused_offload.kernels.reference import AdamState, adam_scalars, adam_step_
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # the workers share the cores, and most tensors here are small
 
 DEVICES = ["cuda"] if torch.cuda.is_available() else ["cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -113,11 +113,13 @@ def test_one_param_and_the_same_data_in_many(device: str, param_dtype: torch.dty
     split, params, _ = run(device, parts, forms, OffloadConfig(chunk_bytes=3000, fraction=0.3), param_dtype=param_dtype)
     helpers.assert_same_bits(torch.cat([p.detach() for p in params]), param.detach(), "parameter")
     for key in whole.state[param]:
-        together = torch.cat([split.state[p][key] for p in params])
+        together = torch.cat([split.state[p][key].cpu() for p in params])
         helpers.assert_same_bits(together, whole.state[param][key], key)
         scales = [split.state[p].stored(key).scale for p in params]
         if scales[0] is not None:
-            helpers.assert_same_bits(torch.cat(scales), whole.state[param].stored(key).scale, f"{key} scale")
+            helpers.assert_same_bits(
+                torch.cat([scale.cpu() for scale in scales]), whole.state[param].stored(key).scale, f"{key} scale"
+            )
 
 
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=case_id)

@@ -346,6 +346,22 @@ def test_remainder_is_the_low_half_of_the_fp32_master(device: str) -> None:
         assert ((split.detach().cpu().float() - master).abs() <= ulp / 2).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_params_come_from_the_unrounded_master(device: str, dtype: torch.dtype) -> None:
+    """The first step starts from the same numbers whatever the stored forms, so it ends in the same parameter."""
+    values, grad = randn(1000, 16, device, dtype), randn(1000, 17, device, dtype)
+    found = []
+    for master, moment in [(None, torch.float32), (torch.float32, torch.float32), (torch.float16, torch.bfloat16)]:
+        param = param_of(values)
+        options = {} if master is None else {"master_weights": True, "master_weight_dtype": master}
+        optimizer = FusedOffloadAdam([param], lr=1e-2, exp_avg_dtype=moment, exp_avg_sq_dtype=moment, **options)
+        param.grad = grad
+        optimizer.step()
+        found.append(param)
+    assert_same_bits(found[1], found[0], "with a float32 master")
+    assert_same_bits(found[2], found[0], "with a float16 master and bfloat16 moments")
+
+
 @pytest.mark.parametrize("remainders", [False, True])
 def test_small_updates_reach_bf16_params_through_masters(device: str, remainders: bool) -> None:
     kept = param_of(torch.ones(3, device=device, dtype=torch.bfloat16))
