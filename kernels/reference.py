@@ -128,8 +128,10 @@ class _Scratch(threading.local):
     """Buffers of one block, one set a thread: a step allocates nothing."""
 
     def __init__(self) -> None:
-        self.fp32 = [torch.empty(BLOCK_NUMEL, dtype=torch.float32) for _ in range(5)]
-        self.fp64 = [torch.empty(BLOCK_NUMEL, dtype=torch.float64) for _ in range(2)]
+        # A caller's default device and inference mode are not those of the next caller.
+        with torch.inference_mode(False):
+            self.fp32 = [torch.empty(BLOCK_NUMEL, dtype=torch.float32, device="cpu") for _ in range(5)]
+            self.fp64 = [torch.empty(BLOCK_NUMEL, dtype=torch.float64, device="cpu") for _ in range(2)]
 
 
 _scratch = _Scratch()

@@ -17,6 +17,7 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_gpt.py"
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
+    sys.path.append(str(EXAMPLE.parent))  # where Python looks for its sibling when it runs the script
     spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None

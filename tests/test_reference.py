@@ -460,3 +460,28 @@ def test_threads_do_not_share_scratch() -> None:
     for seed, expected in zip(seeds, serial, strict=True):
         assert len(results[seed]) == 5
         assert all(same_bits(result, expected) for result in results[seed])
+
+
+def test_a_first_step_under_another_default_device() -> None:
+    """Scratch is made at a thread's first step, whatever mode its caller is in."""
+    results: list[torch.Tensor] = []
+
+    def work() -> None:
+        param, grad = torch.ones(300), torch.full((300,), 0.5)
+        state = AdamState(Stored(FP32, torch.zeros(300)), Stored(FP32, torch.zeros(300)), None)
+        with torch.device("meta"), torch.inference_mode():
+            adam_step_(param, grad, state, scalars_of_step(1))
+        adam_step_(param, grad, state, scalars_of_step(2))
+        results.append(param)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert results[0].device.type == "cpu"
+    assert (results[0] < 1).all()
+
+
+def scalars_of_step(step: int) -> AdamScalars:
+    return adam_scalars(
+        lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, step=step, bias_corrected=True, adam_w_mode=True
+    )
