@@ -21,7 +21,7 @@ CONFIGS = [
     OffloadConfig(chunk_bytes=MIB, fraction=0.3, depth=2),
 ]
 STREAMS = ("compute", "h2d", "d2h")
-DELAY_CYCLES = 2_000_000  # about 1 ms, longer than the copy of a 1 MiB chunk by far
+DELAY_CYCLES = 10_000_000  # about 5 ms, longer than the copy of a 4 MiB chunk by far
 
 
 @functools.cache
