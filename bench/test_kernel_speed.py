@@ -40,6 +40,18 @@ def launches_ms(launch: Callable[[], Any], count: int, device: torch.device) -> 
     return start.elapsed_time(end) / count
 
 
+def measure_launches(
+    benchmark: BenchmarkFixture, launch: Callable[[], Any], scale: Scale, device: torch.device
+) -> list[float]:
+    """Samples of `launches_ms`, as many as the scale says."""
+    return measure(
+        benchmark,
+        lambda: launches_ms(launch, scale.launches, device),
+        rounds=scale.rounds,
+        warmup_rounds=scale.warmup_rounds,
+    )
+
+
 def resident_state(form: StoredForm, numel: int, device: torch.device) -> AdamState:
     """State of ``numel`` elements, not yet set."""
 
@@ -85,12 +97,7 @@ def test_fused_kernel(
         adam.adam_step_(table, tensors, programs, state, scalars, kind)
 
     watch = Watch(params)
-    samples = measure(
-        benchmark,
-        lambda: launches_ms(launch, scale.launches, device),
-        rounds=scale.rounds,
-        warmup_rounds=scale.warmup_rounds,
-    )
+    samples = measure_launches(benchmark, launch, scale, device)
 
     watch.assert_trained()
     row = make_row(
@@ -109,12 +116,7 @@ def test_torch_fused_adamw(benchmark: BenchmarkFixture, scale: Scale, rows: Rows
     optimizer = torch.optim.AdamW(params, lr=LR, weight_decay=WEIGHT_DECAY, foreach=False, fused=True)
     watch = Watch(params)
 
-    samples = measure(
-        benchmark,
-        lambda: launches_ms(optimizer.step, scale.launches, device),
-        rounds=scale.rounds,
-        warmup_rounds=scale.warmup_rounds,
-    )
+    samples = measure_launches(benchmark, optimizer.step, scale, device)
 
     watch.assert_trained()
     row = make_row(
@@ -139,12 +141,7 @@ def test_te_fused_adam(
     optimizer = fused_adam(params, **form.arguments)
     watch = Watch(params)
 
-    samples = measure(
-        benchmark,
-        lambda: launches_ms(optimizer.step, scale.launches, device),
-        rounds=scale.rounds,
-        warmup_rounds=scale.warmup_rounds,
-    )
+    samples = measure_launches(benchmark, optimizer.step, scale, device)
 
     watch.assert_trained()
     row = make_row(

@@ -158,14 +158,14 @@ class DeviceQueues:
         self.d2h.synchronize()
 
     def require(self, user: Any, need: RingNeed) -> None:
-        """Makes the ring cover a need; see `StagingRing.require`."""
-        if self.ring.slots and (
-            need.depth > len(self.ring.slots) or need.slot_bytes > self.ring.slots[0].memory.numel()
-        ):
+        """Makes the ring cover a need; see `StagingRing.grow`."""
+        if not self.ring.note_need(user, need):
+            return
+        if self.ring.slots:
             self.synchronize()  # [Note: lifetime]
-        if self.ring.require(user, need):
-            # The allocator may reuse memory that work on the current stream still reads.
-            self.h2d.wait_stream(torch.cuda.current_stream(self.device))
+        self.ring.grow(user)
+        # The allocator may reuse memory that work on the current stream still reads.
+        self.h2d.wait_stream(torch.cuda.current_stream(self.device))
 
     def release(self) -> None:
         """Gives the ring's memory back once no copy and no kernel uses it."""
@@ -210,7 +210,7 @@ class _DevicePlan:
     """What the pipeline works out once per plan and device."""
 
     def __init__(self, plan: StepPlan, chunks: list[Chunk], updates: Updates, chunk_bytes: int) -> None:
-        self.table = AddressTable(plan, chunks, updates, adam.BLOCK_NUMEL)
+        self.table = AddressTable(plan, chunks, updates, adam.programs_of)
         self.kinds: list[ChunkKind] = []
         self.transfers: list[ChunkTransfer | None] = []
         for chunk in chunks:

@@ -60,25 +60,32 @@ class StagingRing:
         """GPU bytes that the ring holds now."""
         return sum(slot.memory.numel() for slot in self.slots)
 
-    def require(self, user: Any, need: RingNeed) -> bool:
-        """Makes sure that the ring covers a user's need, allocating on the current stream if it does not.
-
-        The caller holds the lock and has waited for all copies if `would_grow` said so.
+    def note_need(self, user: Any, need: RingNeed) -> bool:
+        """Notes what a user needs.
 
         Args:
             user: whose need it is; forgotten when it dies.
             need: slots and bytes.
 
         Returns:
-            Whether memory was allocated: the copy streams must then wait for the current stream.
+            Whether the ring has to `grow` before the user can go on.
+        """
+        slot_bytes = -(-need.slot_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+        self._needs[user] = RingNeed(need.depth, slot_bytes)
+        wanted = self._wanted()
+        return len(self.slots) < wanted.depth or self.slots[0].memory.numel() < wanted.slot_bytes
+
+    def grow(self, user: Any) -> None:
+        """Allocates what is needed on the current stream, for which the copy streams then have to wait.
+
+        The caller holds the lock and has waited for all copies.
+
+        Args:
+            user: whose need it is for; the need is forgotten if it cannot be met.
 
         Raises:
             RuntimeError: if the GPU has too little memory; names the need and the smallest ring that fits.
         """
-        slot_bytes = -(-need.slot_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
-        self._needs[user] = RingNeed(need.depth, slot_bytes)
-        if not self.would_grow():
-            return False
         depth, slot_bytes = self._wanted()
         self.slots = []
         try:
@@ -87,12 +94,6 @@ class StagingRing:
             self._needs.pop(user, None)
             raise RuntimeError(self._too_large(depth, slot_bytes)) from error
         self.slots = [Slot(memory[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(depth)]
-        return True
-
-    def would_grow(self) -> bool:
-        """Whether the known needs exceed what is allocated."""
-        wanted = self._wanted()
-        return len(self.slots) < wanted.depth or self.slots[0].memory.numel() < wanted.slot_bytes
 
     def _wanted(self) -> RingNeed:
         needs = list(self._needs.values())

@@ -187,8 +187,3 @@ class Extent:
         """Gives page locks back; views stay readable."""
         if self.slab is not None:
             self.slab.close()
-
-
-def state_forms_bytes(numel: int, forms: dict[str, Form]) -> dict[str, int]:
-    """Bytes per state key of ``numel`` elements (padded to `ALIGNMENT` by the caller), scales included."""
-    return {key: form.stored_bytes(numel) for key, form in forms.items()}

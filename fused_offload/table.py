@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -38,14 +38,16 @@ class AddressTable:
         version: version of the updates whose addresses it holds.
     """
 
-    def __init__(self, plan: StepPlan, chunks: Sequence[Chunk], updates: Updates, block_numel: int) -> None:
+    def __init__(
+        self, plan: StepPlan, chunks: Sequence[Chunk], updates: Updates, programs_of: Callable[[int], int]
+    ) -> None:
         """Fills everything but the addresses.
 
         Args:
             plan: plan that the chunks are from.
             chunks: chunks of one device.
             updates: what the plan was made for; only dtypes are kept.
-            block_numel: elements of one program.
+            programs_of: programs that a piece of so many elements takes.
         """
         count = sum(len(chunk.pieces) for chunk in chunks)
         self.rows = np.zeros((count, 5), np.int64)
@@ -62,7 +64,7 @@ class AddressTable:
                 start = plan.starts[segment] + offset if resident else slot_start
                 self.rows[row] = program, 0, 0, start, numel
                 self._segment[row], self._offset[row] = segment, offset
-                program += -(-numel // block_numel)
+                program += programs_of(numel)
                 row += 1
             self.chunks.append(ChunkRows(first, row - first, program))
         sizes = np.array(
