@@ -152,7 +152,7 @@ def plan_load(
                 f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group "
                 f"(group {index}: {len(saved['params'])}, here {len(group['params'])})"
             )
-        _check_settings(saved, index, adam_w_mode)
+        check_settings(saved, index, adam_w_mode)
         pairs = [(p, state_dict["state"].get(name)) for p, name in zip(group["params"], saved["params"], strict=True)]
         pairs = [(param, entry) for param, entry in pairs if entry is not None]
         step = _saved_step(saved, pairs, index)
@@ -161,13 +161,14 @@ def plan_load(
                 f"loaded state dict has no state for any parameter of group {index} at step {step}. "
                 "If they were frozen until then, load first and unfreeze them afterwards."
             )
-        groups.append(_merged_group(saved, group, step))
+        groups.append(merged_group(saved, group, step))
         for param, entry in pairs:
             values.extend(_checked_values(param, entry, forms_of(param), index))
     return LoadPlan(groups, values)
 
 
-def _check_settings(saved: Mapping[str, Any], index: int, adam_w_mode: bool) -> None:
+def check_settings(saved: Mapping[str, Any], index: int, adam_w_mode: bool) -> None:
+    """Raises ValueError for a saved group that was trained in a way that this optimizer does not have."""
     for key in ("amsgrad", "maximize"):
         if saved.get(key):
             raise ValueError(f"loaded state dict was trained with {key}=True in group {index}; it is not supported")
@@ -194,7 +195,8 @@ def _saved_step(
     return steps.pop() if steps else None
 
 
-def _merged_group(saved: Mapping[str, Any], group: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+def merged_group(saved: Mapping[str, Any], group: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+    """A group with the settings that were saved and the parameters that are here."""
     # A tensor, such as lr, belongs to one optimizer: filling it may not reach the one that was saved.
     merged = {key: copy.deepcopy(value) for key, value in saved.items() if key not in (*_TORCH_KEYS, "params")}
     merged.update({key: group[key] for key in _REQUIRED if key not in merged and key in group})

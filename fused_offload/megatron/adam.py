@@ -1,0 +1,150 @@
+"""FusedOffloadAdam with the names that Megatron and the frameworks around it look for on an inner optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fused_offload.arguments import check_hyperparameters
+from fused_offload.checkpoint import check_settings, merged_group
+from fused_offload.optimizer import FusedOffloadAdam
+from fused_offload.plan import align
+
+_HYBRID_SETTINGS = (
+    "cpu_optimizer_cls",
+    "gpu_optimizer_cls",
+    "offload_fraction",
+    "overlap_cpu_optimizer_d2h_h2d",
+    "param_update_in_fp32",
+    "pin_cpu_grads",
+    "pin_cpu_params",
+)
+"""What the groups of a HybridDeviceOptimizer carry besides; some are classes, which spoil a checkpoint's groups."""
+
+
+class MegatronAdam(FusedOffloadAdam):
+    """The inner optimizer of a Megatron optimizer.
+
+    Args:
+        *args: as for `FusedOffloadAdam`.
+        **kwargs: as for `FusedOffloadAdam`.
+
+    Attributes:
+        place: name of the class whose place this one takes.
+        sub_optimizers: always empty: verl and ms-swift move the state of whatever is in it.
+        inner_param_to_orig_param: always empty, for the same callers.
+        gpu_params_map_cpu_copy: always empty: Megatron-Bridge and NeMo-RL refresh the copies in it after a load.
+    """
+
+    place = "FusedAdam"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.sub_optimizers: list[torch.optim.Optimizer] = []
+        self.inner_param_to_orig_param: dict[torch.Tensor, torch.Tensor] = {}
+        self.gpu_params_map_cpu_copy: dict[torch.Tensor, torch.Tensor] = {}
+        self._only_groups: bool | None = None
+
+    # -- names that others call ----------------------------------------------------------------------------------
+
+    def dummy_step(self) -> None:
+        """Gives every parameter its storage. Changes no parameter, no value and no step count."""
+        for param in self._params_with_state():
+            self.initialize_state(param)
+
+    def move_new_state_to_right_device(self) -> None:
+        """Takes state whose tensors a caller pointed elsewhere (``tensor.data = ...``) back into its storage."""
+        self.synchronize()
+        self._store.rehome()
+
+    def _move_new_state_to_right_device(self) -> None:
+        """The name that verl, ms-swift and SkyRL call after a load."""
+        self.move_new_state_to_right_device()
+
+    def _sync_hdo_state_to_sub_optimizers(self) -> None:
+        """The name that Megatron calls after a load in place of HybridDeviceOptimizer."""
+        self.move_new_state_to_right_device()
+
+    def update_fp32_param_by_new_param(self) -> None:
+        """The name that Megatron, Megatron-Bridge and NeMo-RL call after loading weights; `reload_model_params`."""
+        self.reload_model_params()
+
+    def planned_bytes(self) -> int:
+        """Bytes of state that all parameters of this rank take, wherever it lives."""
+        return sum(
+            form.stored_bytes(align(param.numel()))
+            for param in self._all_params()
+            for form in self._forms_of(param).values()
+        )
+
+    def keeps_remainder(self, param: torch.Tensor) -> bool:
+        """Whether a parameter's master is kept as the 16-bit remainder beside it."""
+        return self._forms_of(param)["master_param"].name == "remainder"
+
+    def planned_forms(self) -> dict[str, str]:
+        """State keys and how they are stored, of all parameters of this rank."""
+        found: dict[str, set[str]] = {}
+        for param in self._all_params():
+            for key, form in self._forms_of(param).items():
+                found.setdefault(key, set()).add(form.name)
+        return {key: "/".join(sorted(names)) for key, names in found.items()}
+
+    # -- state dicts under DistributedOptimizer ------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def only_groups(self, *, step_per_param: bool) -> Iterator[None]:
+        """Within the context, state dicts carry groups alone.
+
+        DistributedOptimizer saves and loads tensors itself, parameter by parameter, and uses state dicts of its inner
+        optimizer only for the groups. Packing tensors for it would expand narrow forms for nothing, and handing them
+        back would make masters authoritative that nobody loaded.
+
+        Args:
+            step_per_param: whether the caller reads the step from the state of each parameter, as Megatron does where
+                neither TransformerEngine nor Apex is installed. At least one parameter is then made up, since a rank
+                may own none.
+        """
+        before, self._only_groups = self._only_groups, step_per_param
+        try:
+            yield
+        finally:
+            self._only_groups = before
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `FusedOffloadAdam.state_dict`; within `only_groups` without tensors of state."""
+        if self._only_groups is None:
+            return super().state_dict()
+        self._check_usable()
+        self._wait_for_state()
+        groups, position = [], 0
+        for group in self.param_groups:
+            stop = position + len(group["params"])
+            groups.append({**group, "params": list(range(position, stop))})
+            position = stop
+        steps = {int(group.get("step", 0)) for group in self.param_groups if group["params"]} or {0}
+        step = torch.tensor(float(max(steps)))
+        state = {index: {"step": step.clone()} for index in range(max(1, position))} if self._only_groups else {}
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As `FusedOffloadAdam.load_state_dict`; within `only_groups` takes over the groups alone."""
+        if self._only_groups is None:
+            groups = [_without_hybrid_settings(group) for group in state_dict["param_groups"]]
+            super().load_state_dict({**state_dict, "param_groups": groups})
+            return
+        self._wait_for_state()
+        loaded = []
+        for index, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
+            check_settings(saved, index, bool(self.adam_w_mode))
+            step = int(saved["step"]) if "step" in saved else None
+            loaded.append({**group, **merged_group(_without_hybrid_settings(saved), group, step)})
+            check_hyperparameters(loaded[-1])
+        self.param_groups = loaded
+        self._stepper.failure = None
+
+
+def _without_hybrid_settings(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in _HYBRID_SETTINGS}

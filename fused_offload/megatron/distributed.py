@@ -1,0 +1,195 @@
+"""What a DistributedOptimizer with FusedOffloadAdam inside does differently; bound to the instance, not the class."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from .adam import MegatronAdam
+from .layout import Layout
+from .shards import Shards
+from .values import are_remainders, read_values, write_master, write_values
+from .world import insert_bucket_padding, slices_unpadded_buffers
+
+_REFUSED_REMAINDERS = (
+    "This checkpoint's optimizer state holds the 16-bit remainders of TransformerEngine's store_param_remainders under "
+    "the name of the fp32 master weights, turned into floats. In the {format} format they were gathered without the "
+    "parameters that they belong to. Save it with store_param_remainders off (--no-store-param-remainders) or in the "
+    "dp_reshardable format, or load it with the optimizer that wrote it."
+)
+
+
+class DistributedHooks:
+    """Replaces methods of one DistributedOptimizer.
+
+    Tensors of state go in and out as `read_values` and `write_values` say, in every format; nothing but parameters is
+    ever put on the GPU for a load.
+    """
+
+    def __init__(self, distributed: Any, layout: Layout) -> None:
+        """Binds the methods.
+
+        Args:
+            distributed: a DistributedOptimizer whose inner optimizer is a `MegatronAdam`, as it leaves its constructor.
+            layout: the Megatron-Core it comes from.
+        """
+        self._distributed = distributed
+        self._layout = layout
+        self._stock: dict[str, Any] = {}
+        self._masters_are_remainders = False
+        self._gathers_for_slicing = False
+        self.shards = Shards(distributed)
+        for name in (
+            "_get_main_param_and_optimizer_states",
+            "_set_main_param_and_optimizer_states",
+            "get_parameter_state_dp_zero",
+            "sharded_param_state_fully_reshardable",
+            "load_parameter_state_from_dp_zero",
+            "state_dict",
+            "load_state_dict",
+            "reload_model_params",
+            "step_with_ready_grads",
+        ):
+            self._stock[name] = getattr(distributed, name)
+            setattr(distributed, name, getattr(self, name))
+
+    @property
+    def inner(self) -> MegatronAdam:
+        """The inner optimizer."""
+        inner = self._distributed.optimizer
+        assert isinstance(inner, MegatronAdam)
+        return inner
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def step_with_ready_grads(self) -> bool:
+        """Steps the live model parameters, wherever they were moved since the last step."""
+        self.shards.follow_model_params()
+        return bool(self._stock["step_with_ready_grads"]())
+
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Takes over weights that were loaded into the model; moments and step counts stay.
+
+        Args:
+            state_dict: a model's state dict with fp32 values for the masters, or None to take the parameters.
+        """
+        if not self.inner.master_weights:
+            self._stock["reload_model_params"](state_dict=state_dict)
+            return
+        self.shards.follow_model_params()
+        if state_dict is None:
+            self.inner.reload_model_params()
+            return
+        values = self._distributed._build_model_param_to_state_dict_param_map(state_dict)
+        for shard in self.shards:
+            write_master(self.inner, shard.param, shard.slice_of(values[shard.model_param]))
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, torch.Tensor]:
+        return read_values(self.inner, self.shards.of(model_param).param)
+
+    def _set_main_param_and_optimizer_states(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
+        param = self.shards.of(model_param).param
+        if self._masters_are_remainders and param.dtype == torch.bfloat16:
+            tensors = {**tensors, "param": tensors["param"].to(torch.int16)}
+        write_values(self.inner, param, tensors)
+
+    def state_dict(self) -> Any:
+        """Groups and grad scaler, as Megatron's own."""
+        with self.inner.only_groups(step_per_param=not self._layout.distrib.HAVE_APEX_OR_TE):
+            return self._stock["state_dict"]()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Groups, grad scaler and, where they are part of it, the parameters' state.
+
+        Raises:
+            ValueError: for a checkpoint whose masters cannot be told; nothing is changed then.
+        """
+        self.shards.follow_model_params()
+        self._masters_are_remainders = self._holds_remainders(state_dict)
+        groups = state_dict["optimizer"]["param_groups"]
+        if not self._layout.distrib.HAVE_APEX_OR_TE:  # Megatron then reads the step of every group; before the first
+            groups = [{"step": 0, **group} for group in groups]  # step TransformerEngine's groups have none
+        state_dict = {**state_dict, "optimizer": {**state_dict["optimizer"], "param_groups": groups}}
+        self.inner.dummy_step()  # where there is no state, Megatron would make all of it up on the GPU
+        try:
+            with self.inner.only_groups(step_per_param=not self._layout.distrib.HAVE_APEX_OR_TE):
+                self._stock["load_state_dict"](state_dict)
+        finally:
+            self._masters_are_remainders = False
+
+    def _holds_remainders(self, state_dict: dict[str, Any]) -> bool:
+        if not self.inner.master_weights or "param_state" not in state_dict:
+            return False
+        state, kind = state_dict["param_state"], state_dict.get("param_state_sharding_type")
+        if kind == "dp_reshardable":
+            return are_remainders(self._loaded_shards(state))
+        if kind == "fully_reshardable" and are_remainders(self._loaded_params(state)):
+            raise ValueError(_REFUSED_REMAINDERS.format(format=kind))
+        return False
+
+    def _loaded_shards(self, state: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Masters and parameters out of the buckets of the dp_reshardable format."""
+        for index, ranges in enumerate(self._distributed.gbuf_ranges):
+            for dtype, buckets in ranges.items():
+                for bucket, loaded in zip(buckets, state[index][dtype], strict=True):
+                    whole = [tensors for tensors in loaded if not tensors["padding"]]
+                    for model_param, tensors in zip(bucket["param_map"], whole, strict=False):
+                        if model_param.dtype == torch.bfloat16 and isinstance(tensors.get("param"), torch.Tensor):
+                            yield tensors["param"], self.shards.of(model_param).param
+
+    def _loaded_params(self, state: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Masters and parameters of the fully_reshardable format, whole."""
+        index = 0
+        for buffer in self._distributed.buffers:
+            for model_param in buffer.param_index_map:
+                values = state[index].get("param", state[index].get("fp32_param"))
+                index += 1
+                if model_param.dtype == torch.bfloat16 and isinstance(values, torch.Tensor):
+                    yield values, model_param
+
+    def load_parameter_state_from_dp_zero(self, state_dict: Any, *, update_legacy_format: bool = False) -> None:
+        """Takes over the parameters' state in the legacy format.
+
+        Raises:
+            ValueError: for remainders in place of masters, and for the format before 2024, which names the parameters
+                as masters; on all ranks, before anything is changed.
+        """
+        if self.inner.master_weights:
+            if update_legacy_format:
+                raise ValueError(
+                    "update_legacy_format cannot be loaded with a precision-aware optimizer: that format has no master "
+                    "weights. Load and save it once without --use-precision-aware-optimizer."
+                )
+            refused = state_dict is not None and are_remainders(self._legacy_masters(state_dict))
+            decision = [refused]  # only the first rank has read the file, and all must agree
+            group = self._distributed.data_parallel_group_gloo
+            first = torch.distributed.get_process_group_ranks(group)[0]
+            torch.distributed.broadcast_object_list(decision, src=first, group=group)
+            if decision[0]:
+                raise ValueError(_REFUSED_REMAINDERS.format(format="legacy"))
+        self.shards.follow_model_params()
+        self._stock["load_parameter_state_from_dp_zero"](state_dict, update_legacy_format=update_legacy_format)
+
+    def _legacy_masters(self, state: Any) -> Iterator[tuple[torch.Tensor, None]]:
+        for index, buffer in enumerate(self._distributed.buffers):
+            if buffer.param_dtype == torch.bfloat16:
+                yield from ((tensors["param"], None) for tensors in state[index].values())
+
+    def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> Any:
+        """As Megatron's own; right also where a buffer has several padded buckets."""
+        self._gathers_for_slicing = slices_unpadded_buffers(self._stock["sharded_param_state_fully_reshardable"])
+        try:
+            return self._stock["sharded_param_state_fully_reshardable"](*args, **kwargs)
+        finally:
+            self._gathers_for_slicing = False
+
+    def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
+        """The state of all ranks, gathered."""
+        state = self._stock["get_parameter_state_dp_zero"](*args, **kwargs)
+        if self._gathers_for_slicing and state is not None:
+            insert_bucket_padding(state, self._distributed.buffers)
+        return state

@@ -1,0 +1,271 @@
+"""Puts FusedOffloadAdam in the places of Megatron-Core's optimizers, and takes it out again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fused_offload.config import OffloadConfig
+
+from .adam import MegatronAdam
+from .distributed import DistributedHooks
+from .layout import Layout, UnknownLayoutError, find_layout
+from .lifecycle import Lifecycle
+from .options import (
+    check_config,
+    check_model,
+    remember_remainders,
+    restore_remainders,
+    takes_hybrid_place,
+    warn_if_nothing_moves,
+)
+from .places import FusedAdamPlaceAdam, Settings, building, hybrid_place
+from .te_check import warn_where_bits_differ
+
+_ENTRY = "megatron.core.optimizer"
+_ADAPTED = "_fused_offload_hooks"
+
+
+class _Installation:
+    """What is installed now.
+
+    Attributes:
+        settings: what was asked for.
+        replaced: objects, attribute names and what they were, in the order they were replaced.
+        announced: places that were named to the user.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.replaced: list[tuple[Any, str, Any]] = []
+        self.announced: set[str] = set()
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        self.replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        for owner, name, value in reversed(self.replaced):
+            setattr(owner, name, value)
+        self.replaced.clear()
+
+
+_installation: _Installation | None = None
+
+
+def install(offload: OffloadConfig | None = None, numerics: str | None = None) -> None:
+    """Makes Megatron-Core build FusedOffloadAdam; call it before the optimizer is built.
+
+    It takes two places. That of HybridDeviceOptimizer, which the flags ``--optimizer-cpu-offload
+    --optimizer-offload-fraction F --use-precision-aware-optimizer`` ask for; it needs no TransformerEngine. And that of
+    TransformerEngine's FusedAdam, where that is installed. Without those flags and without TransformerEngine nothing
+    changes. May be called before Megatron is imported, and again: the last call's arguments count.
+
+    Args:
+        offload: chunks, depth and pinning. The fraction counts in the place of FusedAdam; in that of
+            HybridDeviceOptimizer it is ``optimizer_offload_fraction``.
+        numerics: ``"ieee"`` or ``"te"``; by default that of the place: ``"te"`` for FusedAdam, else ``"ieee"``.
+
+    Raises:
+        TypeError: if ``offload`` is no OffloadConfig.
+        ValueError: for unknown numerics.
+        ModuleNotFoundError: if Megatron-Core is not installed.
+    """
+    global _installation
+    if offload is not None and not isinstance(offload, OffloadConfig):
+        raise TypeError(f"offload should be an OffloadConfig, but got {type(offload).__name__}")
+    if numerics not in (None, "ieee", "te"):
+        raise ValueError(f"Invalid numerics: {numerics!r}, it should be 'ieee', 'te' or None")
+    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+        raise ModuleNotFoundError("fused_offload.megatron needs Megatron-Core: pip install megatron-core")
+    settings = Settings(offload or OffloadConfig(), numerics)
+    if _installation is not None:
+        _installation.settings = settings
+        return
+    _installation = _Installation(settings)
+    if _ENTRY in sys.modules:
+        _fill_places(_installation)
+    else:
+        call_after_import(_ENTRY, _fill_pending)
+
+
+def _fill_pending() -> None:
+    if _installation is not None and not _installation.replaced:
+        _fill_places(_installation)
+
+
+def uninstall() -> None:
+    """Gives Megatron's own optimizers their places back. Optimizers that were built stay as they are."""
+    global _installation
+    if _installation is not None:
+        _installation.undo()
+        _installation = None
+
+
+def is_installed() -> bool:
+    """Whether the next optimizer that Megatron builds may be FusedOffloadAdam."""
+    return _installation is not None
+
+
+@contextlib.contextmanager
+def installed(offload: OffloadConfig | None = None, numerics: str | None = None) -> Iterator[None]:
+    """`install` for the duration of a ``with`` block, in which the optimizer is built.
+
+    Args:
+        offload: as for `install`.
+        numerics: as for `install`.
+    """
+    before = _installation.settings if _installation is not None else None
+    install(offload, numerics)
+    try:
+        yield
+    finally:
+        if before is None:
+            uninstall()
+        else:
+            install(before.offload, before.numerics)
+
+
+# -- places ------------------------------------------------------------------------------------------------------
+
+
+def _fill_places(installation: _Installation) -> None:
+    try:
+        layout = find_layout()
+    except UnknownLayoutError as error:
+        warnings.warn(str(error), stacklevel=3)
+        return
+    stock = layout.package.HybridDeviceOptimizer
+    place = hybrid_place(stock)
+    for module in layout.hybrid_holders:
+        installation.replace(module, "HybridDeviceOptimizer", place)
+    if layout.uses_te:
+        for module in layout.adam_holders:
+            installation.replace(module, "Adam", FusedAdamPlaceAdam)
+    factory = getattr(layout.package, layout.factory_name)
+    installation.replace(layout.package, layout.factory_name, _wrapped_factory(factory, layout, installation))
+    post_init = layout.config.__post_init__
+    installation.replace(layout.config, "__post_init__", _wrapped_post_init(post_init, layout))
+
+
+def _is_ours(config: Any, layout: Layout) -> bool:
+    return takes_hybrid_place(config) or (
+        config.optimizer == "adam" and layout.uses_te and not config.optimizer_cpu_offload
+    )
+
+
+def _wrapped_post_init(post_init: Callable[[Any], None], layout: Layout) -> Callable[[Any], None]:
+    @functools.wraps(post_init)
+    def checked_post_init(config: Any) -> None:
+        remember_remainders(config)
+        post_init(config)
+        if _is_ours(config, layout):
+            if takes_hybrid_place(config):
+                restore_remainders(config)
+            check_config(config)
+
+    return checked_post_init
+
+
+def _wrapped_factory(factory: Callable[..., Any], layout: Layout, installation: _Installation) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def build(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_ours(config, layout):
+            return factory(config, model_chunks, *args, **kwargs)
+        check_config(config)  # fields may have been set since the configuration was made
+        check_model(config, model_chunks)
+        if not takes_hybrid_place(config) and (installation.settings.numerics or "te") == "te":
+            warn_where_bits_differ()
+        with building(config, installation.settings):
+            optimizer = factory(config, model_chunks, *args, **kwargs)
+        adapt(optimizer, layout)
+        inner = getattr(optimizer, "optimizer", None)
+        if isinstance(inner, MegatronAdam):
+            if inner.place not in installation.announced:
+                warn_if_nothing_moves(config)
+                _announce(inner, layout)
+            installation.announced.add(inner.place)
+        return optimizer
+
+    return build
+
+
+def adapt(optimizer: Any, layout: Layout) -> None:
+    """Gives one Megatron optimizer the checkpoints and the lifecycle of its FusedOffloadAdam; once.
+
+    Args:
+        optimizer: what Megatron's factory returned; left alone unless it is a MegatronOptimizer with a `MegatronAdam`
+            inside, or one without parameters.
+        layout: the Megatron-Core it comes from.
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    without_params = inner is None and getattr(optimizer, "is_stub_optimizer", False)
+    if not isinstance(inner, MegatronAdam) and not without_params:
+        return
+    if getattr(optimizer, _ADAPTED, None) is not None:
+        return
+    distributed = inner is not None and isinstance(optimizer, layout.distrib.DistributedOptimizer)
+    setattr(optimizer, _ADAPTED, (Lifecycle(optimizer), DistributedHooks(optimizer, layout) if distributed else None))
+
+
+def _announce(inner: MegatronAdam, layout: Layout) -> None:
+    """Tells the user on the first rank what is active and where state lives."""
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
+    stored = ", ".join(f"{key} as {form}" for key, form in inner.planned_forms().items())
+    lines = [
+        f"fused-offload: FusedOffloadAdam in the place of {inner.place} (megatron-core {layout.version}), "
+        f"numerics={inner.numerics}.",
+        f"fused-offload: {inner.offload.fraction:.0%} of {inner.planned_bytes() / 1e9:.3g} GB of optimizer state on "
+        f"this rank ({stored}) in host memory; an asynchronous checkpoint copies it there once more.",
+    ]
+    if not inner.master_weights:
+        lines.append(
+            "fused-offload: Megatron keeps the fp32 master weights on the GPU in this mode. "
+            "--use-precision-aware-optimizer moves them to the host, too."
+        )
+    print("\n".join(lines), flush=True)
+
+
+# -- before Megatron is imported ---------------------------------------------------------------------------------
+
+
+def call_after_import(name: str, function: Callable[[], None]) -> None:
+    """Calls a function right after a module that is not imported yet has been executed, once.
+
+    Args:
+        name: dotted name of the module.
+        function: what to call.
+    """
+    sys.meta_path.insert(0, _AfterImport(name, function))
+
+
+class _AfterImport:
+    """A finder that finds nothing itself, but wraps the loader that others find."""
+
+    def __init__(self, name: str, function: Callable[[], None]) -> None:
+        self._name = name
+        self._function = function
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            self._function()
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

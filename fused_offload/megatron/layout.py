@@ -1,0 +1,113 @@
+"""What of Megatron-Core this package replaces or calls, looked up by name, so that an unknown release is told apart."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import Any, NamedTuple
+
+_FACTORY = "_get_megatron_optimizer_based_on_param_groups"
+_HYBRID = "HybridDeviceOptimizer"
+_NEEDED = {
+    "megatron.core.optimizer": (_FACTORY, _HYBRID),
+    "megatron.core.optimizer.distrib_optimizer": (_HYBRID, "DistributedOptimizer", "HAVE_APEX_OR_TE"),
+    "megatron.core.optimizer.optimizer": ("MegatronOptimizer", "ChainedOptimizer"),
+    "megatron.core.optimizer.optimizer_config": ("OptimizerConfig",),
+    "megatron.core.optimizer.cpu_offloading": (_HYBRID,),
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": (_HYBRID,),
+}
+_NEEDED_METHODS = (
+    "_get_main_param_and_optimizer_states",
+    "_set_main_param_and_optimizer_states",
+    "_get_model_param_range_map",
+    "_build_model_param_to_state_dict_param_map",
+    "get_parameter_state_dp_zero",
+    "sharded_param_state_fully_reshardable",
+    "load_parameter_state_from_dp_zero",
+    "state_dict",
+    "load_state_dict",
+    "reload_model_params",
+    "step_with_ready_grads",
+)
+
+
+class UnknownLayoutError(RuntimeError):
+    """This Megatron-Core lacks something that the optimizer needs; the message names it."""
+
+
+class Layout(NamedTuple):
+    """The modules of one Megatron-Core.
+
+    Attributes:
+        package: ``megatron.core.optimizer``, which chooses and builds optimizers.
+        distrib: the module of ``DistributedOptimizer``.
+        config: the class ``OptimizerConfig``.
+        version: release, for messages.
+    """
+
+    package: ModuleType
+    distrib: ModuleType
+    config: Any
+    version: str
+
+    @property
+    def factory_name(self) -> str:
+        """Name of the function of `package` that builds one optimizer from parameter groups."""
+        return _FACTORY
+
+    @property
+    def hybrid_holders(self) -> list[ModuleType]:
+        """Every module with a global ``HybridDeviceOptimizer``; callers look it up in any of them."""
+        return [importlib.import_module(name) for name, names in _NEEDED.items() if _HYBRID in names]
+
+    @property
+    def adam_holders(self) -> list[ModuleType]:
+        """Modules with a global ``Adam``: the class that is built, and the one that ``isinstance`` is asked about."""
+        return [self.package, self.distrib]
+
+    @property
+    def uses_te(self) -> bool:
+        """Whether Megatron's Adam is TransformerEngine's."""
+        return bool(getattr(self.distrib, "USING_TE_OPTIMIZER", False))
+
+
+def _version() -> str:
+    # Not of `megatron.core` itself, which may still be on its way in when its optimizers are looked at.
+    try:
+        return str(importlib.import_module("megatron.core.package_info").__version__)
+    except (ModuleNotFoundError, AttributeError):
+        return "of unknown version"
+
+
+def find_layout() -> Layout:
+    """Looks at the installed Megatron-Core.
+
+    Raises:
+        ImportError: if there is none.
+        UnknownLayoutError: if something that is needed has another name or place there.
+    """
+    version = _version()
+    missing = []
+    modules = {}
+    for name, names in _NEEDED.items():
+        try:
+            modules[name] = importlib.import_module(name)
+        except ModuleNotFoundError:
+            missing.append(name)
+            continue
+        missing += [f"{name}.{wanted}" for wanted in names if not hasattr(modules[name], wanted)]
+    distrib = modules.get("megatron.core.optimizer.distrib_optimizer")
+    distributed = getattr(distrib, "DistributedOptimizer", None)
+    if distributed is not None:
+        missing += [f"DistributedOptimizer.{name}" for name in _NEEDED_METHODS if not hasattr(distributed, name)]
+    if missing:
+        raise UnknownLayoutError(
+            f"Megatron-Core {version} is not laid out as FusedOffloadAdam expects: it lacks {', '.join(missing)}. "
+            "Its own optimizer is left in place. Releases that work are listed in docs/megatron.md."
+        )
+    return Layout(
+        package=modules["megatron.core.optimizer"],
+        distrib=modules["megatron.core.optimizer.distrib_optimizer"],
+        config=modules["megatron.core.optimizer.optimizer_config"].OptimizerConfig,
+        version=version,
+    )

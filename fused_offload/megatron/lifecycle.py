@@ -1,0 +1,90 @@
+"""Names by which training loops move an optimizer's state off the GPU and back: it is on the host, so nothing moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .adam import MegatronAdam
+
+
+class Lifecycle:
+    """Binds the names to one Megatron optimizer. All may be called in any order, any number of times.
+
+    State is in host memory whenever no step runs, so there is nothing to move; what moving it would do to tensors and
+    aliases cannot happen. The staging ring stays between iterations: taking it again costs more than it holds.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        """Binds the names.
+
+        Args:
+            optimizer: a MegatronOptimizer whose inner optimizer is a `MegatronAdam`, or None where it has no
+                parameters.
+        """
+        self._optimizer = optimizer
+        for name in (
+            "offload_states",
+            "release_offloaded_gpu_states",
+            "reload_offloaded_states",
+            "offload_optimizer_state_for_forward",
+            "prefetch_optimizer_state_for_step",
+            "prefetch_optimizer_state_for_gradient_finalization",
+            "prefetch_optimizer_master_weights_for_step",
+            "ensure_master_weights_for_param_sync",
+            "ensure_master_weights_for_pre_forward_param_sync",
+            "assert_master_weights_resident",
+        ):
+            setattr(optimizer, name, self.already_on_host)
+        optimizer.synchronize_optimizer_state_for_checkpoint = self.synchronize
+        optimizer.optimizer_state_offload_requires_pre_forward_param_sync = self.requires_param_sync
+        optimizer.offload_to_cpu = self.release
+        optimizer.restore_from_cpu = self.restore
+
+    @property
+    def _inner(self) -> MegatronAdam | None:
+        inner = getattr(self._optimizer, "optimizer", None)
+        return inner if isinstance(inner, MegatronAdam) else None
+
+    def already_on_host(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing.
+
+        Args:
+            *args: not used: callers say which part of the state to move.
+            **kwargs: not used.
+        """
+
+    def synchronize(self, *args: Any, **kwargs: Any) -> None:
+        """Waits until the state in host memory is that of the last step.
+
+        Args:
+            *args: not used.
+            **kwargs: not used.
+        """
+        if self._inner is not None:
+            self._inner.synchronize()
+
+    def release(self) -> None:
+        """Waits, then gives the staging ring back: the GPU is needed for something else, such as rollouts.
+
+        Master weights that Megatron keeps on the GPU go to the host, as without this optimizer.
+        """
+        if self._inner is not None:
+            self._inner.release_gpu_memory()
+            self._move_megatrons_masters("cpu")
+
+    def restore(self) -> None:
+        """Brings master weights that belong to Megatron back to the GPU. State stays in host memory."""
+        if self._inner is not None:
+            self._move_megatrons_masters("cuda")
+
+    def _move_megatrons_masters(self, device: str) -> None:
+        inner = self._inner
+        if inner is None or inner.master_weights:
+            return
+        for group in inner.param_groups:
+            for param in group["params"]:
+                param.data = param.data.to(device)
+
+    def requires_param_sync(self) -> bool:
+        """Whether parameters wait for masters before the next forward pass: the step has written them."""
+        return False

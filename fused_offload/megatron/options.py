@@ -1,0 +1,155 @@
+"""What Megatron's OptimizerConfig asks for, as arguments of FusedOffloadAdam, and what of it cannot be had."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fused_offload.arguments import check_modes
+from fused_offload.config import OffloadConfig
+
+_OTHER_OFFLOADERS = ("chunked_optimizer_state_offload", "offload_optimizer_states")
+_REQUESTED = "_fused_offload_store_param_remainders"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamOptions:
+    """Arguments of FusedOffloadAdam that Megatron's configuration decides; see there.
+
+    Attributes:
+        adam_w_mode: decoupled weight decay.
+        master_weights: whether the optimizer owns the master weights. If not, Megatron keeps them on the GPU.
+        master_weight_dtype: dtype of the masters.
+        exp_avg_dtype: stored dtype of the first moment.
+        exp_avg_sq_dtype: stored dtype of the second moment.
+        use_decoupled_grad: whether gradients come in ``decoupled_grad``.
+        store_param_remainders: whether masters of bfloat16 parameters are kept as 16-bit remainders.
+        numerics: ``"ieee"`` or ``"te"``.
+        offload: what lives in host memory and how it moves.
+    """
+
+    adam_w_mode: bool = True
+    master_weights: bool = False
+    master_weight_dtype: torch.dtype = torch.float32
+    exp_avg_dtype: torch.dtype = torch.float32
+    exp_avg_sq_dtype: torch.dtype = torch.float32
+    use_decoupled_grad: bool = False
+    store_param_remainders: bool = False
+    numerics: str = "ieee"
+    offload: OffloadConfig = OffloadConfig()  # noqa: RUF009 - immutable
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for FusedOffloadAdam."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def remember_remainders(config: Any) -> None:
+    """Notes the requested ``store_param_remainders``: Megatron switches it off where TransformerEngine is missing."""
+    setattr(config, _REQUESTED, bool(getattr(config, "store_param_remainders", False)))
+
+
+def restore_remainders(config: Any) -> None:
+    """Puts the requested ``store_param_remainders`` back for a configuration whose optimizer is ours."""
+    config.store_param_remainders = getattr(config, _REQUESTED, config.store_param_remainders)
+
+
+def takes_hybrid_place(config: Any) -> bool:
+    """Whether Megatron would build a HybridDeviceOptimizer with Adam in it."""
+    return bool(config.optimizer_cpu_offload) and config.optimizer == "adam"
+
+
+def options_of(config: Any, offload: OffloadConfig, numerics: str) -> AdamOptions:
+    """Options for the place of HybridDeviceOptimizer.
+
+    Args:
+        config: Megatron's OptimizerConfig.
+        offload: chunks, depth and pinning; the fraction is Megatron's ``optimizer_offload_fraction``.
+        numerics: ``"ieee"`` or ``"te"``.
+    """
+    owns_masters = bool(config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
+    return AdamOptions(
+        adam_w_mode=bool(config.decoupled_weight_decay),
+        master_weights=owns_masters,
+        master_weight_dtype=config.main_params_dtype,
+        exp_avg_dtype=config.exp_avg_dtype,
+        exp_avg_sq_dtype=config.exp_avg_sq_dtype,
+        use_decoupled_grad=owns_masters,
+        store_param_remainders=owns_masters and bool(config.store_param_remainders),
+        numerics=numerics,
+        offload=dataclasses.replace(offload, fraction=float(config.optimizer_offload_fraction)),
+    )
+
+
+def check_config(config: Any) -> None:
+    """Raises for a configuration that the optimizer cannot serve, as early as Megatron's own checks.
+
+    Args:
+        config: Megatron's OptimizerConfig, after its own ``__post_init__``; its optimizer is going to be ours.
+
+    Raises:
+        ValueError: names the field and what to change.
+        RuntimeError: for stored dtypes that are not supported.
+    """
+    fraction = config.optimizer_offload_fraction
+    if config.optimizer_cpu_offload and (isinstance(fraction, bool) or not 0.0 <= fraction <= 1.0):
+        raise ValueError(f"Invalid optimizer_offload_fraction: {fraction!r}, it should be a number in [0, 1]")
+    if getattr(config, "optimizer_cuda_graph", False):
+        raise ValueError(
+            "FusedOffloadAdam does not support optimizer_cuda_graph: its step copies state to and from the host. "
+            "Leave --optimizer-cuda-graph out."
+        )
+    others = [name for name in _OTHER_OFFLOADERS if getattr(config, name, False)]
+    if others:
+        raise ValueError(
+            f"{others[0]} and FusedOffloadAdam both move the optimizer's state to the host. Leave {others[0]} out, or "
+            "do not install FusedOffloadAdam."
+        )
+    if config.use_precision_aware_optimizer:
+        check_modes(
+            amsgrad=False,
+            capturable=False,
+            master_weights=True,
+            master_weight_dtype=config.main_params_dtype,
+            exp_avg_dtype=config.exp_avg_dtype,
+            exp_avg_sq_dtype=config.exp_avg_sq_dtype,
+            numerics="ieee",
+        )
+
+
+def check_model(config: Any, model_chunks: Sequence[Any]) -> None:
+    """Raises for models that the optimizer cannot serve.
+
+    Args:
+        config: Megatron's OptimizerConfig.
+        model_chunks: the wrapped model.
+
+    Raises:
+        ValueError: says what to change.
+    """
+    for chunk in model_chunks:
+        ddp_config = getattr(chunk, "ddp_config", None)
+        if getattr(ddp_config, "use_megatron_fsdp", False) or type(chunk).__name__ == "FullyShardedDataParallelV2":
+            raise ValueError(
+                "FusedOffloadAdam does not support Megatron-FSDP yet. Use the distributed optimizer "
+                "(--use-distributed-optimizer without --use-megatron-fsdp), or do not install FusedOffloadAdam."
+            )
+        model_config = getattr(chunk, "config", None)
+        if getattr(model_config, "qk_clip", False) and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            raise ValueError(
+                "qk_clip rewrites Megatron's own master weights, and with a precision-aware optimizer there are none: "
+                "the masters belong to the optimizer. Leave --qk-clip or --use-precision-aware-optimizer out."
+            )
+
+
+def warn_if_nothing_moves(config: Any) -> None:
+    """One warning where the flags say to offload nothing."""
+    if takes_hybrid_place(config) and config.optimizer_offload_fraction == 0:
+        warnings.warn(
+            "optimizer_offload_fraction is 0: FusedOffloadAdam keeps all optimizer state on the GPU. Set "
+            "--optimizer-offload-fraction 1.0 to move it to host memory.",
+            stacklevel=2,
+        )

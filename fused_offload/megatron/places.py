@@ -1,0 +1,146 @@
+"""The two classes that Megatron builds: one in the place of HybridDeviceOptimizer, one in that of TE's FusedAdam."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+
+from fused_offload.config import OffloadConfig
+
+from .adam import MegatronAdam
+from .options import AdamOptions, options_of
+
+
+class Settings(NamedTuple):
+    """What `install` was asked for.
+
+    Attributes:
+        offload: how state moves, and in the place of FusedAdam also which share of it.
+        numerics: ``"ieee"``, ``"te"``, or None for what each place has by default.
+    """
+
+    offload: OffloadConfig
+    numerics: str | None
+
+
+class _Build(NamedTuple):
+    config: Any
+    settings: Settings
+
+
+_current: ContextVar[_Build | None] = ContextVar("fused_offload_megatron_build", default=None)
+
+
+@contextlib.contextmanager
+def building(config: Any, settings: Settings) -> Iterator[None]:
+    """Within the context, optimizers are built for this OptimizerConfig.
+
+    HybridDeviceOptimizer's constructor is not told about stored dtypes and remainders, so the class in its place asks
+    here; and DistributedOptimizer builds it a second time, from ``defaults``.
+    """
+    token = _current.set(_Build(config, settings))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def hybrid_place(stock: type[torch.optim.Optimizer]) -> type:
+    """The class for the place of ``stock``, Megatron's HybridDeviceOptimizer.
+
+    Calling it builds a `HybridPlaceAdam`, or ``stock`` where the CPU part would not be Adam. Both are instances of it,
+    so that Megatron's ``isinstance`` checks hold for either.
+    """
+
+    class HybridPlace(type):
+        def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+            wanted = kwargs.get("cpu_optimizer_cls")
+            if wanted is not None and not issubclass(wanted, (torch.optim.Adam, torch.optim.AdamW)):
+                return stock(*args, **kwargs)
+            return HybridPlaceAdam(*args, **kwargs)
+
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, (HybridPlaceAdam, stock))
+
+        def __subclasscheck__(cls, subclass: type) -> bool:
+            return issubclass(subclass, (HybridPlaceAdam, stock))
+
+    return HybridPlace("HybridDeviceOptimizer", (), {"__doc__": HybridPlaceAdam.__doc__})
+
+
+class HybridPlaceAdam(MegatronAdam):
+    """FusedOffloadAdam with the constructor of HybridDeviceOptimizer.
+
+    Args:
+        params: parameters or groups of them.
+        offload_fraction: share of the state bytes in host memory. Megatron's OptimizerConfig decides while it builds.
+        cpu_optimizer_cls: not used: there is no optimizer on the CPU.
+        gpu_optimizer_cls: not used.
+        param_update_in_fp32: keep fp32 masters of 16-bit parameters.
+        pin_cpu_grads: not used: gradients stay where they are.
+        pin_cpu_params: whether state in host memory is page-locked.
+        overlap_cpu_optimizer_d2h_h2d: not used: copies always overlap.
+        options: how to build it, in place of all that follows from Megatron's configuration.
+        fused: not used.
+        **kwargs: hyperparameters, as for `FusedOffloadAdam`.
+    """
+
+    place = "HybridDeviceOptimizer"
+
+    def __init__(
+        self,
+        params: Any,
+        offload_fraction: float = 0.5,
+        cpu_optimizer_cls: type | None = None,
+        gpu_optimizer_cls: type | None = None,
+        param_update_in_fp32: bool = False,
+        pin_cpu_grads: bool = True,
+        pin_cpu_params: bool = True,
+        overlap_cpu_optimizer_d2h_h2d: bool = True,
+        options: AdamOptions | None = None,
+        fused: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        build = _current.get()
+        if options is None and build is not None:
+            options = options_of(build.config, build.settings.offload, build.settings.numerics or "ieee")
+        if options is None:
+            options = AdamOptions(
+                master_weights=param_update_in_fp32,
+                offload=OffloadConfig(fraction=offload_fraction, pin=pin_cpu_params),
+            )
+        super().__init__(params, **kwargs, **options.arguments())
+        # DistributedOptimizer builds the object again from `defaults`, with its shards for parameters. Added now, so
+        # that groups do not get it: they go into checkpoints and hold plain values only.
+        self.defaults["options"] = options
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As `FusedOffloadAdam.add_param_group`."""
+        options = self.defaults.pop("options", None)
+        try:
+            super().add_param_group(param_group)
+        finally:
+            if options is not None:
+                self.defaults["options"] = options
+
+
+class FusedAdamPlaceAdam(MegatronAdam):
+    """FusedOffloadAdam with the constructor of TransformerEngine's FusedAdam, and its bits unless told otherwise.
+
+    Args:
+        *args: as for `FusedOffloadAdam`.
+        **kwargs: as for `FusedOffloadAdam`.
+    """
+
+    place = "FusedAdam"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        build = _current.get()
+        settings = build.settings if build is not None else Settings(OffloadConfig(), None)
+        kwargs.setdefault("numerics", settings.numerics or "te")
+        kwargs.setdefault("offload", settings.offload)
+        super().__init__(*args, **kwargs)

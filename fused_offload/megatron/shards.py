@@ -1,0 +1,86 @@
+"""Which slice of each model parameter a DistributedOptimizer updates here, and that it stays that slice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Shard(NamedTuple):
+    """One model parameter's part on this rank.
+
+    Attributes:
+        model_param: the parameter of the model, whole.
+        param: what the inner optimizer updates, ``[stop - start]``.
+        start: first element of the part in the flattened parameter.
+        stop: one past the last.
+        aliases: whether ``param`` should be that memory of ``model_param``, not a master copy of it.
+    """
+
+    model_param: torch.Tensor
+    param: torch.Tensor
+    start: int
+    stop: int
+    aliases: bool
+
+    def slice_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor shaped like the model parameter, ``[stop - start]``."""
+        return whole.detach().reshape(-1)[self.start : self.stop]
+
+
+class Shards:
+    """All shards of one DistributedOptimizer, in the order of its groups.
+
+    Megatron's own index from model parameters to positions in groups counts them in another order than the groups have
+    where a group mixes fp32 and 16-bit parameters (releases up to 0.20), so pairs are taken from the lists that the
+    groups were made of.
+    """
+
+    def __init__(self, distributed: Any) -> None:
+        """Reads the pairs.
+
+        Args:
+            distributed: a DistributedOptimizer with an inner optimizer, as it leaves its constructor.
+        """
+        owns_masters = bool(distributed.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
+        sixteen_bit = distributed.shard_float16_groups if owns_masters else distributed.shard_fp32_from_float16_groups
+        pairs = [
+            *_zipped(distributed.model_float16_groups, sixteen_bit, aliases=owns_masters),
+            *_zipped(distributed.model_fp32_groups, distributed.shard_fp32_groups, aliases=True),
+        ]
+        self._shards: dict[int, Shard] = {}
+        for model_param, param, aliases in pairs:
+            place = distributed._get_model_param_range_map(model_param)["param"]
+            self._shards[id(model_param)] = Shard(model_param, param, place.start, place.end, aliases)
+        self._aliases = [shard for shard in self._shards.values() if shard.aliases]
+
+    def __iter__(self) -> Iterator[Shard]:
+        """All shards."""
+        return iter(self._shards.values())
+
+    def of(self, model_param: torch.Tensor) -> Shard:
+        """The shard of one model parameter that this rank has a part of."""
+        return self._shards[id(model_param)]
+
+    def follow_model_params(self) -> None:
+        """Points every shard at its slice of the live model parameter again.
+
+        Whoever moves a model or its optimizer away and back (``param.data = param.data.cpu()``) leaves shards that are
+        copies: the optimizer would go on updating them, and the model would never change again.
+        """
+        for shard in self._aliases:
+            model_param, param = shard.model_param, shard.param
+            expected = model_param.data_ptr() + shard.start * model_param.element_size()
+            if param.data_ptr() != expected or param.device != model_param.device:
+                param.data = model_param.detach().view(-1)[shard.start : shard.stop]
+
+
+def _zipped(
+    model_groups: Sequence[Sequence[torch.Tensor]], groups: Sequence[Sequence[torch.Tensor | None]], *, aliases: bool
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
+    for model_group, group in zip(model_groups, groups, strict=True):
+        for model_param, param in zip(model_group, group, strict=True):
+            if param is not None:  # quantised parameters have no slice of their own
+                yield model_param, param, aliases
