@@ -240,12 +240,17 @@ def train(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         result["ring_bytes"] = max(report.ring_bytes for report in reports)
         if name.startswith("offload"):
             result |= against_copies(optimizer)
-        for inner in inners(optimizer):
-            inner.close()
+        close(optimizer)
     del model, optimizer
     release_memory()
     result["left_over_bytes"] = torch.cuda.memory_allocated() - before
     return result
+
+
+def close(optimizer: Any) -> None:
+    """Gives the host memory of all inner optimizers back."""
+    for inner in inners(optimizer):
+        inner.close()
 
 
 def against_copies(optimizer: Any, rounds: int = 5) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -47,6 +50,48 @@ def check_modes(
         raise ValueError(f"Invalid numerics: {numerics!r}, it should be 'ieee' or 'te'")
 
 
+_INSTEAD = {
+    "foreach": "there is one fused kernel for all parameters; leave the argument out",
+    "fused": "the update is always one fused kernel; leave the argument out",
+    "maximize": "minimize the negated loss",
+    "differentiable": "the kernel has no backward; use torch.optim.AdamW to differentiate through steps",
+    "decoupled_weight_decay": "use adam_w_mode",
+}
+
+
+def refuse_unknown(arguments: Mapping[str, Any]) -> None:
+    """Raises for arguments that do not exist here, those of ``torch.optim.AdamW`` among them.
+
+    Raises:
+        TypeError: names the first one and, for torch's, says what to do.
+    """
+    for name in arguments:
+        message = f"FusedOffloadAdam got an unexpected keyword argument {name!r}"
+        raise TypeError(f"{message}: {_INSTEAD[name]}" if name in _INSTEAD else message)
+
+
+def check_group_options(group: Mapping[str, Any]) -> None:
+    """Raises for options of ``torch.optim.AdamW`` that a group turns on and that would have no effect here.
+
+    Raises:
+        TypeError: names the option and says what to do.
+        RuntimeError: for modes that TransformerEngine's FusedAdam refuses too.
+    """
+    refuse_unknown({name: group[name] for name in _INSTEAD if group.get(name)})
+    if group.get("amsgrad"):
+        raise RuntimeError("FusedOffloadAdam does not support the AMSGrad variant.")
+
+
+def check_numerics(numerics: str, params: Sequence[torch.Tensor]) -> None:
+    """Raises for parameters that cannot be stepped with ``numerics``.
+
+    Raises:
+        RuntimeError: for the bits of an NVIDIA GPU where there is none.
+    """
+    if numerics == "te" and any(param.device.type == "cpu" for param in params):
+        raise RuntimeError("numerics='te' reproduces an NVIDIA GPU's fast math; on the CPU use numerics='ieee'")
+
+
 def check_hyperparameters(group: dict[str, Any], *, lr_required: bool = False) -> None:
     """Raises for hyperparameters that no step can use, in torch's wording.
 
@@ -55,6 +100,7 @@ def check_hyperparameters(group: dict[str, Any], *, lr_required: bool = False) -
         lr_required: whether ``lr`` may not be None; schedulers may set it between construction and the first step.
 
     Raises:
+        TypeError: for what is no number.
         ValueError: names the hyperparameter and its value.
     """
     lr, eps, betas, weight_decay = group["lr"], group["eps"], group["betas"], group["weight_decay"]
@@ -66,14 +112,22 @@ def check_hyperparameters(group: dict[str, Any], *, lr_required: bool = False) -
             raise ValueError("Tensor lr must be 1-element")
         if lr.device.type == "cpu" and not 0.0 <= lr.item():
             raise ValueError(f"Invalid learning rate: {lr.item()}")
-    elif not 0.0 <= lr:
+    elif not 0.0 <= _number(lr, "learning rate"):
         raise ValueError(f"Invalid learning rate: {lr}")
-    if isinstance(eps, torch.Tensor) or not 0.0 <= eps:
+    if isinstance(eps, torch.Tensor) or not 0.0 <= _number(eps, "epsilon value"):
         raise ValueError(f"Invalid epsilon value: {eps}")
+    if isinstance(betas, (str, torch.Tensor)) or not isinstance(betas, Sequence):
+        raise TypeError(f"Invalid betas: {betas!r}, it should be two numbers")
     if len(betas) != 2:
         raise ValueError(f"Invalid betas: {betas!r}, it should be two numbers")
     for index, beta in enumerate(betas):
-        if isinstance(beta, torch.Tensor) or not 0.0 <= beta < 1.0:
+        if isinstance(beta, torch.Tensor) or not 0.0 <= _number(beta, f"beta parameter at index {index}") < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if isinstance(weight_decay, torch.Tensor) or weight_decay != weight_decay:
+    if isinstance(weight_decay, torch.Tensor) or math.isnan(_number(weight_decay, "weight_decay value")):
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+
+
+def _number(value: Any, what: str) -> Real:
+    if not isinstance(value, Real):
+        raise TypeError(f"Invalid {what}: {value!r}, it should be a number")
+    return value

@@ -14,6 +14,7 @@ from .config import OffloadConfig
 from .cpu_loop import run_chunk
 from .kernels.reference import AdamScalars, bias_correction
 from .planner import StepPlan, extent_of
+from .storage import Layout
 from .updates import Updates
 
 if TYPE_CHECKING:
@@ -89,6 +90,16 @@ class Engine:
 
             self.pipelines[device] = Pipeline(device, self._config)
         return self.pipelines[device]
+
+    def reserve(self, extents: Mapping[Layout, int]) -> None:
+        """Takes the staging for state that streams; see `Pipeline.reserve`.
+
+        Args:
+            extents: layout and elements of the state.
+        """
+        streamed = {layout: numel for layout, numel in extents.items() if not layout.resident and layout.device != _CPU}
+        for device in sorted({layout.device for layout in streamed}, key=str):
+            self._pipeline(device).reserve({layout: n for layout, n in streamed.items() if layout.device == device})
 
     def pending_skips(self) -> int:
         """Steps of which the host does not know yet whether the device skipped them."""

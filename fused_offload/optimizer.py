@@ -10,7 +10,16 @@ import torch
 
 from . import checkpoint
 from .amp import amp_inputs
-from .arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS, MASTER_FORMS, check_hyperparameters, check_modes
+from .arguments import (
+    EXP_AVG_FORMS,
+    EXP_AVG_SQ_FORMS,
+    MASTER_FORMS,
+    check_group_options,
+    check_hyperparameters,
+    check_modes,
+    check_numerics,
+    refuse_unknown,
+)
 from .config import OffloadConfig
 from .kernels.forms import REMAINDER, Form
 from .mapping import StateMapping
@@ -55,10 +64,11 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         numerics: ``"ieee"`` for correctly rounded operations, the same everywhere; ``"te"`` for the bits of
             TransformerEngine's fast-math kernel, on NVIDIA GPUs only.
         offload: what lives in host memory and how it moves.
+        **unsupported: none; arguments of ``torch.optim.AdamW`` that do not exist here are refused by name.
 
     Raises:
         ValueError: for hyperparameters out of range and parameters given twice.
-        TypeError: for parameters that cannot be updated.
+        TypeError: for parameters that cannot be updated, and for arguments that do not exist.
         RuntimeError: for modes that are not supported.
     """
 
@@ -85,7 +95,9 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         set_grad_none: bool | None = None,
         numerics: str = "ieee",
         offload: OffloadConfig = OffloadConfig(),  # noqa: B008 - immutable
+        **unsupported: Any,
     ) -> None:
+        refuse_unknown(unsupported)
         check_modes(
             amsgrad=amsgrad,
             capturable=capturable,
@@ -289,6 +301,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         Raises:
             ValueError: for hyperparameters out of range or parameters given twice.
             TypeError: for parameters that cannot be updated.
+            RuntimeError: for parameters that are where they cannot be updated.
         """
         if self._stepper.engine.pending_skips():
             self._wait_for_state()  # steps that turn out skipped were none of this group's
@@ -298,12 +311,17 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             tensors = [p[1] if isinstance(p, tuple) else p for p in params]
             if len({id(param) for param in tensors}) < len(tensors):
                 raise ValueError("some parameters appear more than once in a parameter group")
-            check_params(tensors, f"parameter group {len(self.param_groups)}")
+            self._check_given(tensors)
         if isinstance(param_group, dict):
+            check_group_options(param_group)
             check_hyperparameters({**self.defaults, **param_group})
             if isinstance(param_group.get("params"), torch.Tensor):
-                check_params([param_group["params"]], f"parameter group {len(self.param_groups)}")
+                self._check_given([param_group["params"]])
         super().add_param_group(param_group)
+
+    def _check_given(self, params: list[torch.Tensor]) -> None:
+        check_params(params, f"parameter group {len(self.param_groups)}")
+        check_numerics(self.numerics, params)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes the gradients that `step` reads.
@@ -321,6 +339,15 @@ class FusedOffloadAdam(torch.optim.Optimizer):
                 param.decoupled_grad = None  # type: ignore[attr-defined]
             elif getattr(param, "decoupled_grad", None) is not None:
                 param.decoupled_grad.zero_()  # type: ignore[attr-defined]
+
+    def __repr__(self) -> str:
+        """Groups as torch shows them, then stored dtypes, numerics and what is offloaded."""
+        keys = ["exp_avg", "exp_avg_sq", *(["master_param"] if self.master_weights else [])]
+        lines = {key: str(self.name_to_dtype_map[key]) for key in keys}
+        if self.store_param_remainders:
+            lines["master_param"] += ", as 16-bit remainder beside a torch.bfloat16 parameter"
+        lines |= {"numerics": self.numerics, "offload": repr(self.offload)}
+        return super().__repr__().removesuffix(")") + "".join(f"{key}: {line}\n" for key, line in lines.items()) + ")"
 
     def _grad_of(self, param: torch.Tensor) -> torch.Tensor | None:
         return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
@@ -448,6 +475,15 @@ class FusedOffloadAdam(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits until the last step is complete: state in host memory, step counts exact."""
         self._wait_for_state()
+
+    def reserve_gpu_memory(self) -> None:
+        """Takes the GPU staging now and not at the first step, so that no iteration needs more memory than the first.
+
+        Raises:
+            RuntimeError: if the GPU has too little memory; names the need and the smallest ring that fits.
+        """
+        self._check_usable()
+        self._stepper.engine.reserve(self._store.planned(self._params_with_state()))
 
     def release_gpu_memory(self) -> None:
         """Waits, then gives the GPU staging back; the next step takes it again."""

@@ -47,7 +47,7 @@ from .plan import Chunk, chunk_numel
 from .planner import ChunkKind, StepPlan
 from .skips import SkipCounter
 from .staging import RingNeed, Slot, StagingRing
-from .storage import ArrayPlace, Extent
+from .storage import ArrayPlace, Layout
 from .table import AddressTable
 from .transfers import ChunkTransfer, Copy, chunk_transfer, slot_state
 from .updates import Updates
@@ -219,7 +219,7 @@ class _DevicePlan:
             self.kinds.append(kind)
             self.transfers.append(None if kind.extent.layout.resident else chunk_transfer(chunk, kind))
         streamed = {kind.extent for kind in self.kinds if not kind.extent.layout.resident}
-        self.slot_bytes = max((_slot_bytes(extent, chunk_bytes) for extent in streamed), default=0)
+        self.slot_bytes = max((_slot_bytes(extent.layout, extent.numel, chunk_bytes) for extent in streamed), default=0)
         # By slot, weakly: a ring that is released or grown takes its slots' views with it.
         self._states: weakref.WeakKeyDictionary[Slot, dict[Any, AdamState]] = weakref.WeakKeyDictionary()
 
@@ -236,10 +236,10 @@ class _DevicePlan:
         return views[key]
 
 
-def _slot_bytes(extent: Extent, chunk_bytes: int) -> int:
+def _slot_bytes(layout: Layout, extent_numel: int, chunk_bytes: int) -> int:
     """Bytes of the largest chunk that an extent can give, whichever of its parameters have gradients."""
-    numel = min(extent.numel, chunk_numel(chunk_bytes, extent.layout.block_bytes))
-    return ArrayPlace(extent.layout.forms, numel).nbytes
+    numel = min(extent_numel, chunk_numel(chunk_bytes, layout.block_bytes))
+    return ArrayPlace(layout.forms, numel).nbytes
 
 
 class PreparedStep(NamedTuple):
@@ -281,6 +281,20 @@ class Pipeline:
         """Holds the ring and makes the device current for one step."""
         with self.queues.ring.lock, torch.cuda.device(self.queues.device):
             yield
+
+    def reserve(self, extents: Mapping[Layout, int]) -> None:
+        """Takes the ring that steps are going to need.
+
+        Args:
+            extents: layout and elements of the state that streams.
+
+        Raises:
+            RuntimeError: if the GPU has too little memory; see `StagingRing.grow`.
+        """
+        slot_bytes = max((_slot_bytes(*extent, self._config.chunk_bytes) for extent in extents.items()), default=0)
+        if slot_bytes:
+            with self.locked():
+                self.queues.require(self, RingNeed(self._config.depth, slot_bytes))
 
     def prepare(
         self,

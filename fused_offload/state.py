@@ -28,6 +28,7 @@ class StateHooks:
         initialize: ``(param,)``, gives an entry its storage.
         forget: waits, then drops what would keep the storage of removed entries alive.
         version: counts changes of which storage and which initial values belong to which parameter.
+        lent: whether any view was ever given out, so that someone may move it.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class StateHooks:
         self.initialize = initialize
         self.forget = forget
         self.version = 0
+        self.lent = False
 
 
 class StateEntry(dict[str, torch.Tensor]):
@@ -110,11 +112,12 @@ class StateEntry(dict[str, torch.Tensor]):
         return self.extent.layout.forms[key]
 
     def peek(self, key: str) -> torch.Tensor:
-        """The view of one key, without waiting and without any effect."""
+        """The view of one key, without waiting and without any effect on the values."""
+        self._hooks.lent = True
         return super().__getitem__(key)
 
     def peek_all(self) -> list[torch.Tensor]:
-        """All views, without waiting and without any effect."""
+        """All views, for looking at where they are, without waiting and without any effect."""
         return list(super().values())
 
     def rehome(self) -> None:
@@ -122,7 +125,7 @@ class StateEntry(dict[str, torch.Tensor]):
         if self.extent is None:
             return
         for key in self:
-            view, home = self.peek(key), self._view(key, self.form(key))
+            view, home = super().__getitem__(key), self._view(key, self.form(key))
             if view.device == home.device and view.data_ptr() == home.data_ptr():
                 continue
             check_value(self, key, view)
@@ -191,6 +194,7 @@ class StateEntry(dict[str, torch.Tensor]):
         if not self.bound:
             return
         self._hooks.wait()
+        self._hooks.lent = True
         if "master_param" in keys:
             self.fill_master()
         for key in keys:

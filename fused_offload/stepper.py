@@ -9,6 +9,7 @@ import torch
 from torch.profiler import record_function
 
 from .amp import AmpInputs
+from .arguments import check_numerics
 from .config import OffloadConfig
 from .engine import Engine, step_corrections
 from .kernels.reference import AdamScalars, adam_scalars
@@ -52,6 +53,7 @@ class Stepper:
         self._store = store
         self._watch = ParamWatch()
         self._entries: list[StateEntry | None] = []
+        self._some_without_entry = False
         self._entries_made_for = (-1, -1)
         self._misfits: dict[int, str] = {}
         self._unconfirmed: list[tuple[StateEntry, dict[str, Any]]] = []
@@ -124,11 +126,14 @@ class Stepper:
         """State of each update, with its storage."""
         # Not only if this step saw a change: an earlier one may have seen it and then been refused or skipped.
         known = self._entries if self._entries_made_for == (self._watch.generation, self._hooks.version) else None
-        if known is None or (None in known and any(known[position] is None for position in updates.positions)):
+        if known is None or (
+            self._some_without_entry and any(known[position] is None for position in updates.positions)
+        ):
             params = wanted()
             self._store.ensure(params, params)
             self._store.rehome()
             known = self._entries = [self._store.state.get(param) for param in self._watch.params]
+            self._some_without_entry = any(entry is None for entry in known)
             self._entries_made_for = (self._watch.generation, self._hooks.version)
         else:
             self._store.rehome_moved()
@@ -149,8 +154,10 @@ class Stepper:
 
     def _misfit(self, param: torch.Tensor, group: int, numerics: str) -> str | None:
         """Why a parameter cannot be stepped, or None."""
-        if numerics == "te" and param.device.type != "cuda":
-            return "numerics='te' reproduces an NVIDIA GPU's fast math; on the CPU use numerics='ieee'"
+        try:
+            check_numerics(numerics, [param])
+        except RuntimeError as error:
+            return str(error)
         entry = self._store.state[param] if param in self._store.state else None
         if entry is None or entry.extent is None:
             return None

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from .config import OffloadConfig
@@ -15,7 +16,7 @@ from .mapping import StateMapping
 from .plan import align
 from .state import StateHooks
 from .storage import Extent, Layout
-from .watch import TensorWatch
+from .tensors import addresses_of
 
 
 class _Place(NamedTuple):
@@ -51,14 +52,30 @@ class StateStore:
         self._forms_of = forms_of
         self._reserved: dict[int, _Place] = {}
         self._warned_unpinned = False
+        self._hooks = hooks
         self._views: list[torch.Tensor] = []
-        self._watch = TensorWatch([])
+        self._view_addresses = addresses_of([])
 
     def extents(self) -> list[Extent]:
         """All extents in use, each once."""
         found = {id(entry.extent): entry.extent for entry in self.state.values() if entry.extent is not None}
         found |= {id(place.extent): place.extent for place in self._reserved.values()}
         return list(found.values())
+
+    def planned(self, known: Sequence[torch.Tensor]) -> dict[Layout, int]:
+        """Elements of the largest extent of each layout, once all known parameters have their storage.
+
+        Args:
+            known: all parameters that will need storage, in group order.
+        """
+        numels: dict[Layout, int] = {}
+        for extent in self.extents():
+            numels[extent.layout] = max(numels.get(extent.layout, 0), extent.numel)
+        waiting = [param for param in known if param.numel() and not self._is_bound(param)]
+        new: dict[Layout, int] = {}
+        for param, layout in zip(waiting, self._layouts(waiting, known), strict=True):
+            new[layout] = new.get(layout, 0) + align(param.numel())
+        return {layout: max(numels.get(layout, 0), new.get(layout, 0)) for layout in {**numels, **new}}
 
     def ensure(self, wanted: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
         """Gives every wanted parameter its storage.
@@ -170,17 +187,17 @@ class StateStore:
             if entry.bound:
                 entry.rehome()
         self._views = [view for entry in self.state.values() for view in entry.peek_all()]
-        self._watch = TensorWatch(self._views)
+        self._view_addresses = addresses_of(self._views)
 
     def rehome_moved(self) -> None:
         """`rehome` where some view's address is not what it was after the last one, and no entry changed since."""
-        if not self._watch.same_places(self._views):
+        # Only who holds a view can move it, and a run that reads no state should not look at thousands of them.
+        if self._hooks.lent and not np.array_equal(self._view_addresses, addresses_of(self._views)):
             self.rehome()
 
     def forget_views(self) -> None:
         """Drops the views that `rehome_moved` watches, which would keep the storage of removed entries alive."""
-        self._views = []
-        self._watch = TensorWatch([])
+        self._views, self._view_addresses = [], addresses_of([])
 
     def close(self) -> None:
         """Gives all page locks back."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .tensors import FLOAT_DTYPES, addresses_of, is_dense, like_memory_of, same_order
-from .watch import TensorWatch, same_objects
+from .watch import KindWatch, same_objects
 
 
 class Updates(NamedTuple):
@@ -61,11 +61,14 @@ class ParamWatch:
         self.groups: list[int] = []
         self.devices: set[torch.device] = set()
         self._lengths: list[int] = []
-        self._known = TensorWatch([])
+        self._kinds = KindWatch([])
+        self._addresses = addresses_of([])
         self._present: list[int] = []
-        self._grads = TensorWatch([])
+        self._grad_kinds = KindWatch([])
+        self._spans: _ParamSpans | None = None
         self._last: Updates | None = None  # without its gradients, which the caller frees
         self._version = 0
+        self._signatures: dict[Hashable, int] = {}
 
     def observe(self, param_groups: Sequence[dict[str, Any]], decoupled: bool) -> Updates:
         """Takes in groups and gradients as they are now.
@@ -86,8 +89,8 @@ class ParamWatch:
         unchanged = (
             lengths == self._lengths
             and same_objects(params, self.params)
-            and self._known.same_kind(params)
-            and self._known.same_places(params)
+            and self._kinds.same_kind(params)
+            and np.array_equal(self._addresses, addresses_of(params))
         )
         if not unchanged:
             self._take_in(param_groups, params, lengths)
@@ -105,8 +108,9 @@ class ParamWatch:
         self.params, self._lengths = params, lengths
         self.groups = [index for index, length in enumerate(lengths) for _ in range(length)]
         self.devices = {param.device for param in params}
-        self._known = TensorWatch(params)
+        self._kinds, self._addresses = KindWatch(params), addresses_of(params)
         self.generation += 1
+        self._signatures.clear()
 
     def _like_last(self, found: list[Any]) -> Updates | None:
         """The last updates with these gradients, if they are of the same kinds and for the same parameters."""
@@ -117,16 +121,16 @@ class ParamWatch:
             if [index for index, grad in enumerate(found) if grad is not None] != self._present:
                 return None
             found = [found[position] for position in last.positions]
-        if not self._grads.same_kind(found):
+        if not self._grad_kinds.same_kind(found):
             return None
-        if self._grads.same_places(found):
-            return last._replace(grads=found)
-        self._grads.move_to(found)
-        self._version += 1
-        self._last = last._replace(grad_addresses=np.array(self._grads.addresses, np.int64), version=self._version)
-        updates = self._last._replace(grads=found)
-        self._check_overlap(updates)
-        return updates
+        addresses = addresses_of(found)
+        if not np.array_equal(addresses, last.grad_addresses):
+            assert self._spans is not None
+            self._last = None  # unless the gradients pass
+            self._spans.check_apart(addresses)
+            self._version += 1
+            self._last = last = last._replace(grad_addresses=addresses, version=self._version)
+        return last._replace(grads=found)
 
     def _checked(self, found: list[Any]) -> Updates:
         """Everything from scratch."""
@@ -150,19 +154,18 @@ class ParamWatch:
             grad_addresses=addresses_of(grads),
             numels=np.array([param.numel() for param in params], np.int64),
             version=self._version,
-            signature=(self.generation, tuple(positions), tuple(dtypes)),
+            signature=(self.generation, self._signature_of(positions, dtypes)),
         )
-        self._check_overlap(updates)
+        spans = _ParamSpans(updates)
+        spans.check_apart(updates.grad_addresses)
         if same_objects(grads, given):  # what was copied has to be copied again at every step
-            self._present, self._grads, self._last = present, TensorWatch(grads), updates._replace(grads=[])
+            self._present, self._grad_kinds, self._spans = present, KindWatch(grads), spans
+            self._last = updates._replace(grads=[])
         return updates
 
-    def _check_overlap(self, updates: Updates) -> None:
-        try:
-            _check_overlap(updates)
-        except RuntimeError:
-            self._last = None
-            raise
+    def _signature_of(self, positions: list[int], dtypes: list[torch.dtype]) -> int:
+        """A number for long lists, which every look at a table of plans would hash anew."""
+        return self._signatures.setdefault((tuple(positions), tuple(dtypes)), len(self._signatures))
 
 
 def _check_grad(param: torch.Tensor, grad: Any, group: int) -> None:
@@ -187,26 +190,35 @@ def _check_grad(param: torch.Tensor, grad: Any, group: int) -> None:
         )
 
 
-def _check_overlap(updates: Updates) -> None:
-    """Raises where a parameter shares memory with another one or with a gradient: the result would depend on order.
+class _ParamSpans:
+    """The memory that a step's parameters take, which no two of them and no gradient may share.
 
-    Devices share one address space, so addresses of different devices cannot be confused.
+    The result would depend on the order of the updates. Devices share one address space, so addresses of different
+    devices cannot be confused.
     """
-    if not updates.params:
-        return
-    order = np.argsort(updates.param_addresses, kind="stable")
-    starts = updates.param_addresses[order]
-    ends = starts + (updates.numels * _itemsizes([param.dtype for param in updates.params]))[order]
-    if (starts[1:] < ends[:-1]).any():
-        raise RuntimeError(
-            "Some parameters share memory, so one step would update it twice. Pass each parameter, and each part "
-            "of a flat buffer, once."
-        )
-    grad_starts = updates.grad_addresses
-    grad_ends = grad_starts + updates.numels * _itemsizes(updates.grad_dtypes)
-    before = np.searchsorted(starts, grad_ends, side="left") - 1  # last parameter to start before the gradient ends
-    if ((before >= 0) & (ends[before] > grad_starts)).any():
-        raise RuntimeError("A gradient shares memory with a parameter; gradients are only read, so give it its own.")
+
+    def __init__(self, updates: Updates) -> None:
+        """Sorts the spans; raises where two parameters share memory."""
+        order = np.argsort(updates.param_addresses, kind="stable")
+        self._starts = updates.param_addresses[order]
+        self._ends = self._starts + (updates.numels * _itemsizes([param.dtype for param in updates.params]))[order]
+        self._grad_bytes = updates.numels * _itemsizes(updates.grad_dtypes)
+        if (self._starts[1:] < self._ends[:-1]).any():
+            raise RuntimeError(
+                "Some parameters share memory, so one step would update it twice. Pass each parameter, and each part "
+                "of a flat buffer, once."
+            )
+
+    def check_apart(self, grad_addresses: np.ndarray) -> None:
+        """Raises where a gradient of the same updates shares memory with a parameter."""
+        if not len(self._starts):
+            return
+        # last parameter to start before the gradient ends
+        before = np.searchsorted(self._starts, grad_addresses + self._grad_bytes, side="left") - 1
+        if ((before >= 0) & (self._ends[before] > grad_addresses)).any():
+            raise RuntimeError(
+                "A gradient shares memory with a parameter; gradients are only read, so give it its own."
+            )
 
 
 def check_params(params: Sequence[Any], where: str) -> None:

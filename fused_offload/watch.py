@@ -14,7 +14,6 @@ except ImportError:
     _new_guards: Any = None
 else:
     _new_guards = _TensorGuards
-_places_equal: Any = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)  # CUDA builds only
 
 
 def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -22,17 +21,12 @@ def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-class TensorWatch:
-    """What a list of strided tensors looked like; holds none of them.
-
-    Attributes:
-        addresses: address of each tensor's first element in bytes.
-    """
+class KindWatch:
+    """What kinds of strided tensors a list held; holds none of them."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Remembers kind and place of each tensor."""
-        self.addresses: list[int] = list(map(torch.Tensor.data_ptr, tensors))
-        self._indices = list(range(len(tensors)))
+        """Remembers the kind of each tensor."""
+        self._count = len(tensors)
         self._guards: Any = None
         self._kinds: list[tuple[Any, ...]] = []
         if _new_guards is not None and tensors:
@@ -46,7 +40,7 @@ class TensorWatch:
 
     def same_kind(self, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Whether other tensors have the types, layouts, dtypes, devices, shapes and strides of these, one by one."""
-        if len(tensors) != len(self.addresses):
+        if len(tensors) != self._count:
             return False
         if self._guards is None:
             return list(map(_kind, tensors)) == self._kinds
@@ -54,16 +48,6 @@ class TensorWatch:
             return bool(self._guards.check(*tensors))
         except TypeError:  # not all are tensors
             return False
-
-    def same_places(self, tensors: list[torch.Tensor]) -> bool:
-        """Whether other tensors of the same number are where these were, one by one."""
-        if _places_equal is not None:
-            return bool(_places_equal(tensors, self.addresses, self._indices))
-        return list(map(torch.Tensor.data_ptr, tensors)) == self.addresses
-
-    def move_to(self, tensors: list[torch.Tensor]) -> None:
-        """Remembers the places of other tensors of the same kinds."""
-        self.addresses = list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...]:

@@ -259,3 +259,24 @@ def test_less_memory_than_the_plain_optimizer() -> None:
     optimizer = FusedOffloadAdam(params, offload=OffloadConfig(chunk_bytes=24 * MIB))
     assert gpu_rise(optimizer.step) < plain
     optimizer.close()
+
+
+def test_reserved_staging_is_what_steps_use() -> None:
+    params = make_params(((2_000_003,), (1024,), (127,)))
+    optimizer = FusedOffloadAdam(params, **FORMS["remainder"], offload=OffloadConfig(chunk_bytes=2**20))
+    optimizer.reserve_gpu_memory()
+    reserved = optimizer.memory_report().ring_bytes
+    assert 3 * 2**20 * 0.9 < reserved <= 3 * 2**20 + 3 * 512
+    set_grads(params, 0)
+    optimizer.step()
+    assert optimizer.memory_report().ring_bytes == reserved
+    optimizer.release_gpu_memory()
+    optimizer.reserve_gpu_memory()
+    assert optimizer.memory_report().ring_bytes == reserved
+
+
+def test_nothing_is_reserved_where_nothing_streams() -> None:
+    params = make_params(((1024,),))
+    optimizer = FusedOffloadAdam(params, offload=OffloadConfig(fraction=0.0))
+    optimizer.reserve_gpu_memory()
+    assert optimizer.memory_report().ring_bytes == 0

@@ -211,6 +211,8 @@ def adapt(optimizer: Any, layout: Layout) -> None:
         return
     if getattr(optimizer, _ADAPTED, None) is not None:
         return
+    if inner is not None:
+        inner.reserve_gpu_memory()
     distributed = inner is not None and isinstance(optimizer, layout.distrib.DistributedOptimizer)
     setattr(optimizer, _ADAPTED, (Lifecycle(optimizer), DistributedHooks(optimizer, layout) if distributed else None))
 

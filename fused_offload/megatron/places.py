@@ -78,7 +78,7 @@ class HybridPlaceAdam(MegatronAdam):
     Args:
         params: parameters or groups of them.
         offload_fraction: share of the state bytes in host memory. Megatron's OptimizerConfig decides while it builds.
-        cpu_optimizer_cls: not used: there is no optimizer on the CPU.
+        cpu_optimizer_cls: torch's AdamW or Adam, which says how weight decay is applied; none runs on the CPU.
         gpu_optimizer_cls: not used.
         param_update_in_fp32: keep fp32 masters of 16-bit parameters.
         pin_cpu_grads: not used: gradients stay where they are.
@@ -110,6 +110,7 @@ class HybridPlaceAdam(MegatronAdam):
             options = options_of(build.config, build.settings.offload, build.settings.numerics or "ieee")
         if options is None:
             options = AdamOptions(
+                adam_w_mode=cpu_optimizer_cls is None or issubclass(cpu_optimizer_cls, torch.optim.AdamW),
                 master_weights=param_update_in_fp32,
                 offload=OffloadConfig(fraction=offload_fraction, pin=pin_cpu_params),
             )
