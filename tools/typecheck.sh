@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs mypy over the package and the examples. PYTHON is the interpreter to run it with.
+# Runs mypy over the package, what is installed beside it, and the examples. PYTHON is the interpreter to run it with.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
@@ -12,7 +12,7 @@ mkdir "$layout/fused_offload"
 ln -s "$root"/fused_offload/* "$layout/fused_offload/"
 rm -f "$layout/fused_offload/__pycache__"
 ln -s "$root/kernels" "$layout/fused_offload/kernels"
-ln -s "$root/examples" "$layout/examples"
+ln -s "$root/examples" "$root/autoload" "$layout/"
 
 cd "$layout"
-"$python" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$root/.mypy_cache" fused_offload examples
+"$python" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$root/.mypy_cache" fused_offload autoload examples

@@ -1,0 +1,49 @@
+"""Installs FusedOffloadAdam into Megatron-Core when Megatron is imported, if ``FUSED_OFFLOAD_ADAM=1`` asks for it.
+
+For frameworks that start their own workers, where no line of code can be put in front. `fused_offload_autoload.pth`,
+which Python reads at every start, imports this module if the variable is set at all. It stands beside the package
+because importing anything of `fused_offload` imports torch, which must not happen in every Python process of a machine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_VARIABLE = "FUSED_OFFLOAD_ADAM"
+_MEGATRON = "megatron.core.optimizer"
+
+
+def arm() -> None:
+    """Waits for Megatron's optimizers to be imported, unless the variable says no."""
+    value = os.environ.get(_VARIABLE, "")
+    if value not in ("", "0"):
+        sys.meta_path.insert(0, _WaitForMegatron(value))
+
+
+class _WaitForMegatron:
+    """A finder that finds nothing, but sees the import that it waits for."""
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _MEGATRON:
+            return None
+        sys.meta_path.remove(self)
+        if self._value != "1":
+            # Here and not when Python starts: only who runs Megatron needs to know, and there it cannot be overlooked.
+            raise ValueError(
+                f"Invalid {_VARIABLE}: {self._value!r}, it should be '1' to train with FusedOffloadAdam, or '0'"
+            )
+        from importlib.util import find_spec
+
+        from fused_offload.megatron import install
+
+        install()  # waits for the end of this import with a finder of its own, which the search now has to pass
+        return find_spec(name)
