@@ -1,0 +1,116 @@
+"""FusedOffloadAdam for Megatron-Bridge: a configuration for ``cfg.optimizer`` that builds its own optimizer.
+
+from fused_offload.megatron.bridge import FusedOffloadOptimizerConfig
+
+cfg.optimizer = FusedOffloadOptimizerConfig.from_config(cfg.optimizer)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fused_offload.config import OffloadConfig
+
+from .install import install
+
+try:
+    from megatron.bridge.training.config import OptimizerConfig
+except ModuleNotFoundError as error:
+    if not (error.name or "").startswith("megatron"):
+        raise  # Bridge is there, but something that it needs is not
+    raise ModuleNotFoundError(
+        "fused_offload.megatron.bridge needs Megatron-Bridge: pip install megatron-bridge. "
+        "Other programs call fused_offload.megatron.install().",
+        name=error.name,
+    ) from error
+
+
+@dataclass
+class FusedOffloadOptimizerConfig(OptimizerConfig):
+    """Megatron-Bridge's OptimizerConfig with the state of Adam in host memory.
+
+    Bridge asks a configuration that has a method ``provide`` for the optimizer. All fields can be overridden like those
+    of any other configuration.
+
+    Attributes:
+        optimizer_cpu_offload: Megatron's flag, on.
+        optimizer_offload_fraction: share of the state in host memory; Megatron's field, whose default is 0.
+        use_precision_aware_optimizer: Megatron's flag, on: the master weights are part of the state that moves.
+        offload_chunk_bytes: see ``chunk_bytes`` of `OffloadConfig`.
+        offload_depth: see ``depth`` of `OffloadConfig`.
+        offload_numerics: see ``numerics`` of `install`.
+    """
+
+    optimizer_cpu_offload: bool = True
+    optimizer_offload_fraction: float = 1.0
+    use_precision_aware_optimizer: bool = True
+    offload_chunk_bytes: int = OffloadConfig.chunk_bytes
+    offload_depth: int = OffloadConfig.depth
+    offload_numerics: str | None = None
+
+    @classmethod
+    def from_config(
+        cls, config: OptimizerConfig, *, fraction: float = 1.0, numerics: str | None = None
+    ) -> FusedOffloadOptimizerConfig:
+        """A recipe's configuration, with the optimizer's state in host memory.
+
+        Args:
+            config: what to start from; it is not changed.
+            fraction: share of the state in host memory.
+            numerics: ``"te"`` for the bits of TransformerEngine's FusedAdam, which Bridge uses otherwise.
+        """
+        result = cls()
+        for name, value in vars(config).items():  # not only its fields: recipes also set attributes that are none
+            setattr(result, name, value)
+        result.optimizer_cpu_offload = True
+        result.optimizer_offload_fraction = fraction
+        result.use_precision_aware_optimizer = True
+        result.offload_numerics = numerics
+        return result
+
+    def finalize(self) -> None:
+        """Installs the optimizer and runs Megatron's checks; Bridge calls it when all overrides are in.
+
+        Raises:
+            ValueError: for a recipe whose optimizer is not Adam.
+        """
+        self._install()
+        super().finalize()
+
+    def provide(
+        self,
+        model_chunks: Any,
+        config_overrides: Any = None,
+        use_gloo_process_groups: bool = True,
+        pg_collection: Any = None,
+    ) -> Any:
+        """Builds the Megatron optimizer.
+
+        Args:
+            model_chunks: as for Megatron's ``get_megatron_optimizer``.
+            config_overrides: as there.
+            use_gloo_process_groups: as there.
+            pg_collection: as there.
+        """
+        from megatron.core.optimizer import get_megatron_optimizer
+
+        self._install()
+        return get_megatron_optimizer(
+            config=self,
+            model_chunks=model_chunks,
+            config_overrides=config_overrides,
+            use_gloo_process_groups=use_gloo_process_groups,
+            pg_collection=pg_collection,
+        )
+
+    def _install(self) -> None:
+        # For good, not for the time of building: after a load Bridge asks whether the optimizer inside is an instance
+        # of what stands in the place of HybridDeviceOptimizer by then.
+        if self.optimizer != "adam":
+            raise ValueError(
+                f"FusedOffloadOptimizerConfig builds Adam, but its optimizer is {self.optimizer!r}. Set it to 'adam', "
+                "or keep the recipe's own configuration."
+            )
+        offload = OffloadConfig(chunk_bytes=self.offload_chunk_bytes, depth=self.offload_depth)
+        install(offload, self.offload_numerics)
