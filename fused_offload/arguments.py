@@ -112,11 +112,11 @@ def check_hyperparameters(group: dict[str, Any], *, lr_required: bool = False) -
             raise ValueError("Tensor lr must be 1-element")
         if lr.device.type == "cpu" and not 0.0 <= lr.item():
             raise ValueError(f"Invalid learning rate: {lr.item()}")
-    elif not 0.0 <= _number(lr, "learning rate"):
+    elif not 0.0 <= _number(lr, "learning rate", "a number or a one-element tensor"):
         raise ValueError(f"Invalid learning rate: {lr}")
     if isinstance(eps, torch.Tensor) or not 0.0 <= _number(eps, "epsilon value"):
         raise ValueError(f"Invalid epsilon value: {eps}")
-    if isinstance(betas, (str, torch.Tensor)) or not isinstance(betas, Sequence):
+    if isinstance(betas, str) or not hasattr(betas, "__len__"):
         raise TypeError(f"Invalid betas: {betas!r}, it should be two numbers")
     if len(betas) != 2:
         raise ValueError(f"Invalid betas: {betas!r}, it should be two numbers")
@@ -127,7 +127,7 @@ def check_hyperparameters(group: dict[str, Any], *, lr_required: bool = False) -
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
 
-def _number(value: Any, what: str) -> Real:
+def _number(value: Any, what: str, wanted: str = "a number") -> Any:
     if not isinstance(value, Real):
-        raise TypeError(f"Invalid {what}: {value!r}, it should be a number")
+        raise TypeError(f"Invalid {what}: {value!r}, it should be {wanted}")
     return value

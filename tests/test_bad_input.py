@@ -56,7 +56,12 @@ BAD_HYPERPARAMETERS: list[tuple[str, Any, type[Exception], str]] = [
     ("lr", math.nan, ValueError, "Invalid learning rate: nan"),
     ("lr", torch.tensor(-1.0), ValueError, "Invalid learning rate: -1.0"),
     ("lr", torch.ones(2), ValueError, "Tensor lr must be 1-element"),
-    ("lr", "fast", TypeError, "not supported between"),
+    ("lr", "fast", TypeError, "Invalid learning rate: 'fast', it should be a number or a one-element tensor"),
+    ("eps", None, TypeError, "Invalid epsilon value: None, it should be a number"),
+    ("betas", 0.9, TypeError, r"Invalid betas: 0\.9, it should be two numbers"),
+    ("betas", "ab", TypeError, "Invalid betas: 'ab', it should be two numbers"),
+    ("betas", (0.9, "x"), TypeError, "Invalid beta parameter at index 1: 'x', it should be a number"),
+    ("weight_decay", "0.1", TypeError, r"Invalid weight_decay value: '0\.1', it should be a number"),
     ("eps", -1e-8, ValueError, "Invalid epsilon value: -1e-08"),
     ("eps", math.nan, ValueError, "Invalid epsilon value: nan"),
     ("betas", (1.0, 0.999), ValueError, r"Invalid beta parameter at index 0: 1\.0"),
@@ -130,16 +135,50 @@ def test_lr_may_be_set_later(device: str) -> None:
         ({"numerics": "fast"}, ValueError, "Invalid numerics: 'fast'"),
         ({"offload": 0.5}, TypeError, "OffloadConfig"),
         ({"offload": None}, TypeError, "OffloadConfig"),
-        ({"maximize": True}, TypeError, "maximize"),
-        ({"foreach": True}, TypeError, "foreach"),
-        ({"fused": True}, TypeError, "fused"),
-        ({"differentiable": True}, TypeError, "differentiable"),
-        ({"decoupled_weight_decay": True}, TypeError, "decoupled_weight_decay"),
+        ({"maximize": True}, TypeError, "'maximize': minimize the negated loss"),
+        ({"maximize": False}, TypeError, "'maximize': minimize the negated loss"),
+        ({"foreach": None}, TypeError, "'foreach': there is one fused kernel .* leave the argument out"),
+        ({"fused": True}, TypeError, "'fused': the update is always one fused kernel; leave the argument out"),
+        ({"differentiable": True}, TypeError, "'differentiable': the kernel has no backward; use torch.optim.AdamW"),
+        ({"decoupled_weight_decay": True}, TypeError, "'decoupled_weight_decay': use adam_w_mode"),
+        ({"learning_rate": 0.1}, TypeError, "unexpected keyword argument 'learning_rate'$"),
     ],
 )
 def test_unsupported_modes(device: str, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         FusedOffloadAdam([param_of(torch.ones(3, device=device))], **options)
+
+
+@pytest.mark.parametrize(
+    ("option", "error", "message"),
+    [
+        ("maximize", TypeError, "minimize the negated loss"),
+        ("fused", TypeError, "leave the argument out"),
+        ("differentiable", TypeError, "no backward"),
+        ("amsgrad", RuntimeError, "AMSGrad"),
+    ],
+)
+def test_options_of_a_group_that_would_do_nothing(
+    device: str, option: str, error: type[Exception], message: str
+) -> None:
+    """Groups made for torch's AdamW hold all its options; one that is off asks for nothing."""
+    optimizer, _ = make(device)
+    params = [param_of(torch.ones(3, device=device))]
+    with unchanged(optimizer), pytest.raises(error, match=message):
+        optimizer.add_param_group({"params": params, option: True})
+    optimizer.add_param_group({"params": params, option: False})
+    assert len(optimizer.param_groups) == 3
+
+
+def test_te_numerics_on_the_cpu() -> None:
+    params = [param_of(torch.ones(3)) for _ in range(2)]
+    for given in (params, [{"params": params[0]}], [("weight", params[0])]):
+        with pytest.raises(RuntimeError, match="on the CPU use numerics='ieee'"):
+            FusedOffloadAdam(given, numerics="te")
+    optimizer = FusedOffloadAdam([params[0]])
+    optimizer.numerics = "te"  # as wrappers set it
+    with unchanged(optimizer), pytest.raises(RuntimeError, match="on the CPU use numerics='ieee'"):
+        optimizer.add_param_group({"params": [params[1]]})
 
 
 @pytest.mark.parametrize(

@@ -447,6 +447,39 @@ def test_views_that_were_moved_come_home(device: torch.device, form: str, where:
     assert_same_training(optimizer, params, undisturbed, twins)
 
 
+LENDERS: dict[str, Callable[[FusedOffloadAdam, Any], torch.Tensor]] = {
+    "getitem": lambda optimizer, param: optimizer.state[param]["exp_avg"],
+    "get": lambda optimizer, param: optimizer.state[param].get("exp_avg"),
+    "items": lambda optimizer, param: dict(optimizer.state[param].items())["exp_avg"],
+    "values": lambda optimizer, param: next(iter(optimizer.state[param].values())),
+    "dict": lambda optimizer, param: dict(optimizer.state[param])["exp_avg"],
+    "setdefault": lambda optimizer, param: optimizer.state[param].setdefault("exp_avg"),
+    "peek": lambda optimizer, param: optimizer.state[param].peek("exp_avg"),
+    "state_dict": lambda optimizer, param: optimizer.state_dict()["state"][1]["exp_avg"],
+    "torch_state_dict": lambda optimizer, param: optimizer.torch_state_dict()["state"][1]["exp_avg"],
+    "get_unscaled_state": lambda optimizer, param: optimizer.get_unscaled_state(param, "exp_avg"),
+    "skip_unscale": lambda optimizer, param: optimizer.get_unscaled_state(param, "exp_avg", skip_unscale=True),
+}
+
+
+@pytest.mark.parametrize("lender", LENDERS)
+def test_views_come_home_whoever_gave_them_out(device: torch.device, lender: str) -> None:
+    """Steps look at views only once one was given out, by whatever way."""
+    params, optimizer = make(device, "fp32")
+    assert not optimizer._hooks.lent
+    view = LENDERS[lender](optimizer, params[1])
+    home = view.data_ptr()
+    train(optimizer, params, range(2, 3))  # it may be moved long after
+    view.data = torch.full_like(view, 7.0)
+    train(optimizer, params, range(3, 4))
+    assert view.data_ptr() != home
+    assert params[1].grad is not None
+    expected = 7.0 * 0.8 + params[1].grad.float() * (1 - 0.8)
+    found = optimizer.state[params[1]]["exp_avg"]
+    assert found.data_ptr() == home
+    torch.testing.assert_close(found, expected.to(found.device), rtol=1e-5, atol=0)
+
+
 READERS: dict[str, Callable[[FusedOffloadAdam, Any], torch.Tensor]] = {
     "state_dict": lambda optimizer, param: optimizer.state_dict()["state"][0]["exp_avg"],
     "torch_state_dict": lambda optimizer, param: optimizer.torch_state_dict()["state"][0]["exp_avg"],

@@ -12,10 +12,11 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import helpers
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -23,8 +24,11 @@ from helpers import FormsCase, Oracle, assert_same_bits, bits, no_host_sync, par
 from torch import nn
 from torch.optim import lr_scheduler
 
+import fused_offload.store
+import fused_offload.updates
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels import adam
+from fused_offload.tensors import addresses_of
 
 device = helpers.device
 
@@ -70,6 +74,17 @@ def test_is_an_optimizer(device: str) -> None:
     assert optimizer.param_groups[0]["params"] == params
     assert "FusedOffloadAdam" in repr(optimizer)
     assert "lr: 0.01" in repr(optimizer)
+
+
+def test_repr_names_stored_forms_and_offload(device: str) -> None:
+    param = nn.Parameter(torch.ones(3, device=device))
+    plain = FusedOffloadAdam([param], exp_avg_sq_dtype=torch.bfloat16)
+    assert "exp_avg: torch.float32\nexp_avg_sq: torch.bfloat16\nnumerics: ieee\n" in repr(plain)
+    optimizer = FusedOffloadAdam(
+        [param], master_weights=True, store_param_remainders=True, offload=OffloadConfig(fraction=0.5)
+    )
+    assert "master_param: torch.float32, as 16-bit remainder beside a torch.bfloat16 parameter\n" in repr(optimizer)
+    assert f"offload: {OffloadConfig(fraction=0.5)}\n)" in repr(optimizer)
 
 
 def test_signature_is_that_of_transformer_engine() -> None:
@@ -1113,3 +1128,23 @@ def test_scalar_params(device: str) -> None:
         oracle.step(param.grad, optimizer.param_groups[0], step)
     oracle.check(optimizer, param, "scalar:")
     assert optimizer.state[param]["exp_avg"].shape == ()
+
+
+def test_a_steady_step_asks_where_each_tensor_is_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With thousands of tiny parameters the step is as slow as its questions; state that nobody read needs none."""
+    params = [nn.Parameter(torch.ones(5, device=device)) for _ in range(50)]
+    optimizer = FusedOffloadAdam(params, master_weights=True)
+    asked: list[int] = []
+
+    def counting(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+        asked.append(len(tensors))
+        return addresses_of(tensors)
+
+    for step in range(4):
+        if step == 2:
+            for module in (fused_offload.updates, fused_offload.store):
+                monkeypatch.setattr(module, "addresses_of", counting)
+        for param in params:
+            param.grad = torch.full((5,), float(step + 1), device=device)
+        optimizer.step()
+    assert asked == [50, 50] * 2
