@@ -90,7 +90,7 @@ class StateEntry(dict[str, torch.Tensor]):
 
     def _view(self, key: str, form: Form) -> torch.Tensor:
         if self.extent is None:
-            return torch.empty(self.shape, dtype=form.dtype, device=self.param.device)
+            return torch.empty(self.shape, dtype=form.dtype, device="cpu")  # no elements, but where the others are
         return self.shaped(self.stored(key).data)
 
     def shaped(self, values: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,7 @@ from .options import (
     takes_hybrid_place,
     warn_if_nothing_moves,
 )
-from .places import FusedAdamPlaceAdam, Settings, building, hybrid_place
+from .places import FusedAdamPlaceAdam, Settings, building, hybrid_place, methods_that_name
 from .te_check import warn_where_bits_differ
 
 _ENTRY = "megatron.core.optimizer"
@@ -144,6 +144,8 @@ def _fill_places(installation: _Installation) -> None:
         return
     stock = layout.package.HybridDeviceOptimizer
     place = hybrid_place(stock)
+    for name, method in methods_that_name(stock, "HybridDeviceOptimizer").items():
+        installation.replace(stock, name, method)
     for module in layout.hybrid_holders:
         installation.replace(module, "HybridDeviceOptimizer", place)
     if layout.uses_te:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +71,29 @@ def hybrid_place(stock: type[torch.optim.Optimizer]) -> type:
             return issubclass(subclass, (HybridPlaceAdam, stock))
 
     return HybridPlace("HybridDeviceOptimizer", (), {"__doc__": HybridPlaceAdam.__doc__})
+
+
+def methods_that_name(stock: type, name: str) -> dict[str, FunctionType]:
+    """Methods of a class that look it up by its name in their module, made to find the class itself.
+
+    ``super(HybridDeviceOptimizer, self)`` fails once the name means another class. Functions keep the module's other
+    globals as they are now.
+
+    Args:
+        stock: the class.
+        name: the name that is about to be taken.
+    """
+    return {
+        key: FunctionType(
+            method.__code__,
+            {**method.__globals__, name: stock},
+            method.__name__,
+            method.__defaults__,
+            method.__closure__,
+        )
+        for key, method in vars(stock).items()
+        if isinstance(method, FunctionType) and name in method.__code__.co_names
+    }
 
 
 class HybridPlaceAdam(MegatronAdam):
