@@ -1,0 +1,492 @@
+"""The ways into a Megatron program: launcher, environment variable, Megatron-Bridge's configuration; and the example.
+
+Whatever imports Megatron runs in a process of its own, under the stand-in for CUDA where it trains.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from fused_offload.megatron import is_installed
+from fused_offload.megatron.run import main
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "megatron" / "train.py"
+TRAINING = ROOT / "tests" / "megatron"
+INSTALLED_FILES = {"_fused_offload_autoload.py", "fused_offload_autoload.pth"}
+
+
+def is_there(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+needs_megatron = pytest.mark.skipif(not is_there("megatron.core"), reason="needs megatron-core")
+
+
+def start(command: list[str], *, cwd: Path, **environment: str) -> subprocess.Popen[str]:
+    """A process that sees no GPU, and no variable of ours but those named."""
+    inherited = {name: value for name, value in os.environ.items() if name != "FUSED_OFFLOAD_ADAM"}
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**inherited, **quiet, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        output, errors = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def run(command: list[str], *, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return finish(start(command, cwd=cwd, **environment))
+
+
+def output_of(command: list[str], *, cwd: Path, **environment: str) -> str:
+    done = run(command, cwd=cwd, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+# -- python -m fused_offload.megatron.run ----------------------------------------------------------------------------
+
+LAUNCH = [sys.executable, "-m", "fused_offload.megatron.run"]
+
+SCRIPT = dedent(
+    """
+    import json, os, pickle, sys
+
+    class Thing: ...
+
+    import neighbour  # stands beside the script
+
+    facts = {
+        "argv": sys.argv,
+        "path": [entry for entry in sys.path if entry == os.getcwd() or entry.endswith("scripts")],
+        "file": __file__,
+        "spec": __spec__,
+        "main": sys.modules["__main__"].__dict__ is globals(),
+        "pickled": type(pickle.loads(pickle.dumps(Thing()))) is Thing,
+    }
+    ours = sys.modules.get("fused_offload.megatron")
+    print(json.dumps(facts))
+    print("installed:", ours is not None and ours.is_installed())
+
+    def fail():
+        raise KeyError("mine")
+
+    fail()
+    """
+)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    directory = tmp_path / "scripts"
+    directory.mkdir()
+    (directory / "neighbour.py").touch()
+    (directory / "script.py").write_text(SCRIPT)
+    return directory / "script.py"
+
+
+@needs_megatron
+def test_a_script_finds_what_it_would_find_without_us(script: Path) -> None:
+    arguments = ["scripts/script.py", "--flag", "-m", "value"]
+    processes = [start([*command, *arguments], cwd=script.parents[1]) for command in ([sys.executable], LAUNCH)]
+    plain, launched = (finish(process) for process in processes)
+    expected, found = (json.loads(done.stdout.splitlines()[0]) for done in (plain, launched))
+    assert found == expected
+    assert [done.stdout.splitlines()[1] for done in (plain, launched)] == ["installed: False", "installed: True"]
+    # And fails as it would: same status, same end of the traceback, with its source lines.
+    assert launched.returncode == plain.returncode == 1
+    its_own = plain.stderr[plain.stderr.index(f'  File "{script}"') :]
+    assert "raise KeyError" in its_own
+    assert launched.stderr.endswith(its_own)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["nowhere.py"]])
+def test_without_a_script_the_launcher_says_what_it_takes(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"usage: python -m fused_offload.megatron.run script.py") as raised:
+        main(arguments)
+    assert all(argument in str(raised.value) for argument in arguments if argument.endswith(".py"))
+    assert not is_installed()
+
+
+@needs_megatron
+def test_the_launcher_works_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import os, sys, fused_offload.megatron as m\n"
+        "open('rank' + os.environ['RANK'], 'w').write(f'{m.is_installed()} {sys.argv}')\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    output_of([*torchrun, *LAUNCH[1:], "script.py", "--flag"], cwd=tmp_path)
+    assert {path.name: path.read_text() for path in tmp_path.glob("rank*")} == {
+        "rank0": "True ['script.py', '--flag']",
+        "rank1": "True ['script.py', '--flag']",
+    }
+
+
+# -- FUSED_OFFLOAD_ADAM ----------------------------------------------------------------------------------------------
+
+IMPORT_MEGATRON = dedent(
+    """
+    import sys
+    print("before:", sorted({"torch", "fused_offload"} & set(sys.modules)))
+    import megatron.core.optimizer as package
+    print("place:", package.HybridDeviceOptimizer.__module__)
+    import megatron.core.optimizer.distrib_optimizer as module
+    print("same in both:", module.HybridDeviceOptimizer is package.HybridDeviceOptimizer)
+    """
+)
+AT_THE_START = dedent(
+    """
+    import sys
+    print([name for name in sys.modules if name == "torch" or "offload" in name])
+    print([type(finder).__name__ for finder in sys.meta_path])
+    """
+)
+
+
+class Environment:
+    """A virtual environment without the project, that sees what else the tests' own interpreter sees."""
+
+    def __init__(self, directory: Path) -> None:
+        output_of([sys.executable, "-m", "venv", "--without-pip", str(directory)], cwd=directory.parent)
+        self.directory = directory
+        self.python = str(directory / "bin" / "python")
+        [self.site] = directory.glob("lib/python*/site-packages")
+        folders = [entry for entry in sys.path if entry.endswith("-packages")]
+        (self.site / "zz_borrowed.pth").write_text("\n".join(folders) + "\n")
+        self._borrowed = self.names()
+
+    def names(self) -> set[str]:
+        return {path.name for path in self.site.iterdir() if path.name != "__pycache__"}
+
+    def added(self) -> set[str]:
+        return self.names() - self._borrowed
+
+    def pip(self, *arguments: str) -> None:
+        pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", self.python]
+        output_of([*pip, *arguments], cwd=self.directory)
+
+    def output(self, program: str, *options: str, **environment: str) -> list[str]:
+        command = [self.python, *options, "-c", program]
+        return output_of(command, cwd=self.directory, **environment).splitlines()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # A copy, since setuptools leaves build/ and *.egg-info in the folder that it builds.
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("fused_offload", "kernels", "autoload"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    return source
+
+
+@pytest.fixture(scope="module")
+def environment(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """With the wheel installed that is built from the source distribution, not from the tree."""
+    built = tmp_path_factory.mktemp("built")
+    output_of([sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built), str(source)], cwd=built)
+    [wheel] = built.glob("*.whl")
+    environment = Environment(tmp_path_factory.mktemp("wheel") / "venv")
+    environment.pip("install", "--no-deps", "--no-index", str(wheel))
+    return environment
+
+
+def test_the_wheel_puts_the_files_where_python_looks(environment: Environment) -> None:
+    package = {"fused_offload", "fused_offload-0.1.0.dist-info"}
+    assert environment.added() == package | INSTALLED_FILES
+    record = (environment.site / "fused_offload-0.1.0.dist-info" / "RECORD").read_text()
+    assert {line.split(",")[0] for line in record.splitlines()} >= INSTALLED_FILES
+
+
+@needs_megatron
+def test_the_variable_installs(environment: Environment) -> None:
+    assert environment.output(IMPORT_MEGATRON, FUSED_OFFLOAD_ADAM="1") == [
+        "before: []",
+        "place: fused_offload.megatron.places",
+        "same in both: True",
+    ]
+
+
+def test_with_the_variable_starting_python_stays_light(environment: Environment) -> None:
+    modules, finders = environment.output(AT_THE_START, FUSED_OFFLOAD_ADAM="1")
+    assert modules == "['_fused_offload_autoload']"
+    assert "_WaitForMegatron" in finders
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_the_variable_can_say_no(environment: Environment, value: str) -> None:
+    assert "_WaitForMegatron" not in environment.output(AT_THE_START, FUSED_OFFLOAD_ADAM=value)[1]
+
+
+def test_without_the_variable_starting_python_imports_nothing_of_ours(environment: Environment) -> None:
+    started = environment.output(AT_THE_START)
+    assert started[0] == "[]"
+    assert started == environment.output(AT_THE_START, "-S")  # which reads no .pth file
+
+
+def test_an_unknown_value_is_refused_where_megatron_is_imported(environment: Environment, tmp_path: Path) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "core" / "__init__.py").touch()  # in front of the real one, which takes long to import
+    variables = {"FUSED_OFFLOAD_ADAM": "yes", "PYTHONPATH": str(tmp_path)}
+    assert environment.output("import json", **variables) == []
+    done = run([environment.python, "-c", "import megatron.core.optimizer"], cwd=tmp_path, **variables)
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1].startswith("ValueError: Invalid FUSED_OFFLOAD_ADAM: 'yes', it should be '1'")
+
+
+def test_an_editable_install_has_the_variable_too_and_uninstalls(source: Path, tmp_path: Path) -> None:
+    environment = Environment(tmp_path / "venv")
+    environment.pip("install", "--no-deps", "--no-index", "--no-build-isolation", "--editable", str(source))
+    assert environment.added() >= INSTALLED_FILES
+    assert "_WaitForMegatron" in environment.output(AT_THE_START, FUSED_OFFLOAD_ADAM="1")[1]
+    package = "import importlib.util; print(importlib.util.find_spec('fused_offload').origin)"
+    assert environment.output(package) == [str(source / "fused_offload" / "__init__.py")]
+    environment.pip("uninstall", "--yes", "fused-offload")
+    assert environment.added() == set()
+
+
+def test_uninstalling_the_wheel_leaves_nothing(environment: Environment, tmp_path: Path) -> None:
+    copy = Environment(tmp_path / "venv")
+    for name in environment.added():
+        path = environment.site / name
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, copy.site / name)
+    assert copy.added() >= INSTALLED_FILES
+    copy.pip("uninstall", "--yes", "fused-offload")
+    assert copy.added() == set()
+
+
+# -- Megatron-Bridge -------------------------------------------------------------------------------------------------
+
+BRIDGE = {
+    "megatron/bridge/__init__.py": "",
+    "megatron/bridge/training/__init__.py": "",
+    "megatron/bridge/training/config.py": """
+        from dataclasses import dataclass
+        from megatron.core.optimizer import OptimizerConfig as CoreConfig
+
+        @dataclass
+        class OptimizerConfig(CoreConfig):
+            def __post_init__(self):
+                pass
+
+            def finalize(self):
+                super().__post_init__()
+        """,
+}
+"""Not Megatron-Bridge, which needs what a test machine lacks, but its one class that we use: a configuration that runs
+Megatron's checks in ``finalize``, when overrides are in. What Bridge does with it is in `provide_as_bridge_does`."""
+
+TRAIN_WITH_BRIDGE = dedent(
+    """
+    import dataclasses
+    import stand_in
+    stand_in.install()
+    import torch
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    from megatron.core import parallel_state, tensor_parallel
+    stand_in.install_in_megatron()
+    parallel_state.initialize_model_parallel()
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    import job
+    from megatron.bridge.training.config import OptimizerConfig
+    from fused_offload.megatron.bridge import FusedOffloadOptimizerConfig
+
+    SPEC = job.JobSpec(forms=job.Forms(remainders=True))
+
+    def recipe(**fields):
+        return OptimizerConfig(
+            optimizer="adam", lr=1e-2, min_lr=0.0, weight_decay=0.1, bf16=True, params_dtype=torch.bfloat16,
+            use_distributed_optimizer=True, **fields,
+        )
+
+    def provide_as_bridge_does(config, model):
+        config.finalize()
+        config.finalize()  # once for the container, once before the run
+        assert hasattr(config, "provide")
+        return config.provide(
+            model_chunks=[model], config_overrides=None, use_gloo_process_groups=True, pg_collection=None
+        )
+
+    def train(build):
+        job.build_optimizer = lambda spec, model: build(model)
+        run = job.Job(SPEC)
+        return [tuple(step) for step in run.train(3)], run
+
+    def of_the_flags(model, build=job.build_optimizer):
+        return build(SPEC, model)
+
+    # First, since a configuration of ours installs for good.
+    expected, _ = train(of_the_flags)
+
+    original = recipe()
+    original.no_field = 3
+    before = dict(vars(original))
+    config = FusedOffloadOptimizerConfig.from_config(original, fraction=0.5)
+    assert vars(original) == before
+    assert config.no_field == 3
+    unchanged = {field.name for field in dataclasses.fields(original)} - {
+        "optimizer_cpu_offload", "optimizer_offload_fraction", "use_precision_aware_optimizer"
+    }
+    assert all(getattr(config, name) == getattr(original, name) for name in unchanged)
+    assert dataclasses.is_dataclass(config) and config.optimizer_offload_fraction == 0.5
+    config.optimizer_offload_fraction = 1.0  # as an override does
+    config.offload_chunk_bytes = 4096
+    found, run = train(lambda model: provide_as_bridge_does(config, model))
+    assert found == expected, (found, expected)
+    [inner] = run.inners
+    assert type(inner).__name__ == "HybridPlaceAdam", type(inner)
+    assert inner.offload.fraction == 1.0 and inner.offload.chunk_bytes == 4096
+    assert inner.numerics == "ieee"
+
+    # What Bridge asks after a load: without this, weights from a checkpoint could be overwritten.
+    from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
+    assert isinstance(inner, HybridDeviceOptimizer)
+
+    for wrong, named in ((recipe(), "optimizer_offload_fraction"), (recipe(), "dist_muon")):
+        config = FusedOffloadOptimizerConfig.from_config(wrong)
+        if named == "dist_muon":
+            config.optimizer = named
+        else:
+            config.optimizer_offload_fraction = 1.5
+        try:
+            config.finalize()
+        except ValueError as error:
+            assert named in str(error), error
+        else:
+            raise AssertionError(named)
+    print("trained")
+    """
+)
+
+
+@pytest.fixture(scope="module")
+def bridge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("bridge")
+    for name, text in BRIDGE.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(dedent(text))
+    return root
+
+
+@needs_megatron
+def test_a_bridge_configuration_trains_as_the_flags_do(bridge: Path, tmp_path: Path) -> None:
+    path = os.pathsep.join([str(bridge), str(TRAINING)])
+    output = output_of([sys.executable, "-c", TRAIN_WITH_BRIDGE], cwd=tmp_path, PYTHONPATH=path)
+    assert output.splitlines()[-1] == "trained"
+
+
+IMPORT_WITHOUT_BRIDGE = dedent(
+    """
+    import sys
+    for path in sys.argv[1:]:
+        sys.path.insert(0, path)
+        try:
+            import fused_offload.megatron.bridge
+        except ModuleNotFoundError as error:
+            print(error)
+    """
+)
+
+
+@pytest.mark.skipif(is_there("megatron.bridge"), reason="Megatron-Bridge is installed")
+def test_without_bridge_its_configuration_says_what_to_install(bridge: Path, tmp_path: Path) -> None:
+    shutil.copytree(bridge, tmp_path / "broken")
+    (tmp_path / "broken/megatron/bridge/training/config.py").write_text("import a_package_that_is_missing")
+    command = [sys.executable, "-c", IMPORT_WITHOUT_BRIDGE, str(tmp_path / "nothing"), str(tmp_path / "broken")]
+    without, incomplete = output_of(command, cwd=tmp_path).splitlines()
+    assert without.startswith("fused_offload.megatron.bridge needs Megatron-Bridge: pip install megatron-bridge")
+    assert incomplete == "No module named 'a_package_that_is_missing'"
+
+
+# -- the example -----------------------------------------------------------------------------------------------------
+
+EXAMPLE_ON_A_CPU = dedent(
+    f"""
+    import runpy, sys
+    import stand_in
+    if __name__ == "__main__":
+        stand_in.install()
+        stand_in.install_in_megatron()
+        sys.argv[0] = {str(EXAMPLE)!r}
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    """
+)
+TINY = ["--layers", "2", "--hidden", "32", "--heads", "4", "--context", "16", "--batch", "2"]
+
+
+def start_example(directory: Path, *arguments: str) -> subprocess.Popen[str]:
+    (directory / "stand_in_example.py").write_text(EXAMPLE_ON_A_CPU)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "stand_in_example.py", *TINY, *arguments]
+    return start(command, cwd=directory, PYTHONPATH=str(TRAINING), **rank)
+
+
+def iterations_of(done: subprocess.CompletedProcess[str]) -> list[str]:
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [line for line in done.stdout.splitlines() if line.startswith("iteration")]
+
+
+@needs_megatron
+def test_the_example_trains_and_resumes(tmp_path: Path) -> None:
+    processes = [
+        start_example(tmp_path, "--iterations", "5", "--lr", "0.01"),
+        start_example(tmp_path, "--iterations", "3", "--lr", "0.01", "--save", "checkpoint"),
+    ]
+    whole, first = (finish(process) for process in processes)
+    rest = finish(start_example(tmp_path, "--iterations", "5", "--lr", "0.01", "--load", "checkpoint"))
+    assert len(iterations_of(whole)) == 5
+    assert iterations_of(first) + iterations_of(rest) == iterations_of(whole)
+    losses = [float(re.findall(r"loss ([0-9.]+)", line)[0]) for line in iterations_of(whole)]
+    assert losses[-1] < losses[0] - 0.1
+    assert "FusedOffloadAdam in the place of HybridDeviceOptimizer" in whole.stdout
+    # Two bytes of remainder and four of each moment.
+    numel, host = re.findall(r"of ([0-9,]+) parameters on this rank:\n +([0-9,]+) bytes on the host", whole.stdout)[0]
+    per_param = int(host.replace(",", "")) / int(numel.replace(",", ""))
+    assert 10 <= per_param < 10.5
+
+
+# -- what is written about other projects ----------------------------------------------------------------------------
+
+LINE_OF_A_FILE = re.compile(r"\b\w+\.(py|cu|cpp|h):\d+")
+
+
+def test_other_projects_are_cited_by_name_and_never_by_line() -> None:
+    # Lines move; names can be searched for.
+    folders = ("fused_offload", "kernels", "autoload", "docs", "examples", "tests", "bench", "tools")
+    paths = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".sh")]
+    paths += ROOT.glob("*.md")
+    assert len(paths) > 50
+    cited = {path.name: found[0] for path in paths if (found := LINE_OF_A_FILE.search(path.read_text()))}
+    assert cited == {}
