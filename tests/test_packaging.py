@@ -1,4 +1,7 @@
-"""The wheel holds what the tree holds, with `kernels/` below `fused_offload`, and takes no other top-level name."""
+"""The wheel holds what the tree holds, with `kernels/` below `fused_offload` and the autoload beside it, and no more.
+
+What the autoload does is in test_megatron_entry.py.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from pathlib import Path, PurePosixPath
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-INSTALLED_AS = {"fused_offload": "fused_offload", "kernels": "fused_offload/kernels"}
+INSTALLED_AS = {"fused_offload": "fused_offload", "kernels": "fused_offload/kernels", "autoload": ""}
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # Built from a copy, since setuptools leaves build/ and *.egg-info in the folder that it builds.
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in INSTALLED_AS:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -36,9 +39,9 @@ def test_wheel_holds_every_file_of_the_tree(wheel: Path) -> None:
         PurePosixPath(installed, path.relative_to(ROOT / folder))
         for folder, installed in INSTALLED_AS.items()
         for path in (ROOT / folder).rglob("*")
-        if path.suffix == ".py" or path.name == "py.typed"
+        if path.suffix in (".py", ".pth") or path.name == "py.typed"
     }
-    assert PurePosixPath("fused_offload/py.typed") in expected
+    assert {PurePosixPath("fused_offload/py.typed"), PurePosixPath("fused_offload_autoload.pth")} <= expected
     names = [PurePosixPath(name) for name in zipfile.ZipFile(wheel).namelist()]
     assert {name for name in names if not name.parts[0].endswith(".dist-info")} == expected
 
