@@ -20,12 +20,15 @@ class OffloadConfig:
             at least 128 elements.
         depth: chunks in flight. 3 keeps both directions of the link and the kernel busy; 2 saves a chunk of GPU
             memory and loses 5-7 % (measured on an H100 over PCIe 5).
+        window_bytes: GPU bytes of state that may be prefetched under backward and written back under the next forward
+            pass, by `FusedOffloadAdam.prefetch` or `FusedOffloadAdam.attach`. 0 streams everything within the step.
         pin: page-lock the host memory. Without it copies go through the driver's bounce buffers and nothing overlaps.
     """
 
     fraction: float = 1.0
     chunk_bytes: int = 48 * MIB
     depth: int = 3
+    window_bytes: int = 0
     pin: bool = True
 
     def __post_init__(self) -> None:
@@ -35,5 +38,7 @@ class OffloadConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise ValueError(f"Invalid {name}: {value!r}, it should be an integer of at least 1")
+        if isinstance(self.window_bytes, bool) or not isinstance(self.window_bytes, Integral) or self.window_bytes < 0:
+            raise ValueError(f"Invalid window_bytes: {self.window_bytes!r}, it should be an integer of at least 0")
         if not isinstance(self.pin, bool):
             raise TypeError(f"Invalid pin: {self.pin!r}, it should be a bool")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +16,7 @@ from .kernels.reference import AdamScalars, bias_correction
 from .planner import StepPlan, extent_of
 from .storage import Layout
 from .updates import Updates
+from .window import WindowBlock
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -101,6 +102,25 @@ class Engine:
         for device in sorted({layout.device for layout in streamed}, key=str):
             self._pipeline(device).reserve({layout: n for layout, n in streamed.items() if layout.device == device})
 
+    def window(self) -> tuple[WindowBlock, ...]:
+        """Blocks of state that are on a GPU or on their way there."""
+        return tuple(block for pipeline in self.pipelines.values() for block in pipeline.window)
+
+    def prefetch(self, blocks: Sequence[WindowBlock]) -> None:
+        """Starts to load blocks of state; see `Pipeline.prefetch`.
+
+        Args:
+            blocks: what to load, in order.
+        """
+        with record_function("FusedOffloadAdam::prefetch"):
+            for device in dict.fromkeys(block.extent.layout.device for block in blocks):
+                self._pipeline(device).prefetch([block for block in blocks if block.extent.layout.device == device])
+
+    def cancel_prefetch(self) -> None:
+        """Drops what was prefetched."""
+        for pipeline in self.pipelines.values():
+            pipeline.cancel_prefetch()
+
     def pending_skips(self) -> int:
         """Steps of which the host does not know yet whether the device skipped them."""
         return max((pipeline.skips.pending for pipeline in self.pipelines.values()), default=0)
@@ -121,6 +141,7 @@ class Engine:
     def release(self) -> None:
         """Gives the staging of all devices back."""
         for pipeline in self.pipelines.values():
+            pipeline.cancel_prefetch()
             pipeline.queues.release()
 
     def close(self) -> None:

@@ -373,6 +373,12 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         if kwargs:
             raise TypeError(f"step() got an unexpected keyword argument {next(iter(kwargs))!r}")
         self._check_usable()
+        try:
+            return self._step(closure, grad_scaler)
+        finally:
+            self._stepper.engine.cancel_prefetch()  # what a step did not use, because it was skipped or refused
+
+    def _step(self, closure: Callable[[], Any] | None, grad_scaler: Any) -> Any:
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "FusedOffloadAdam.step() cannot be captured in a CUDA graph; call it outside the capture"
@@ -475,6 +481,21 @@ class FusedOffloadAdam(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits until the last step is complete: state in host memory, step counts exact."""
         self._wait_for_state()
+
+    def prefetch(self) -> None:
+        """Starts to bring state to the GPU for the next step, up to ``OffloadConfig.window_bytes``.
+
+        Call it any time after the last step, best when activations are about to be freed: early enough before the next
+        step that the copies fit beside the rest of backward. Nothing waits. State of a parameter without gradient, a
+        step that is skipped and whoever reads ``state`` lose nothing but the time: the host keeps what it had.
+        Before there is state, and for parameters on the CPU, it does nothing.
+        """
+        self._check_usable()
+        self._stepper.prefetch(self.offload.window_bytes)
+
+    def cancel_prefetch(self) -> None:
+        """Gives the memory of `prefetch` back without a step."""
+        self._stepper.engine.cancel_prefetch()
 
     def reserve_gpu_memory(self) -> None:
         """Takes the GPU staging now and not at the first step, so that no iteration needs more memory than the first.

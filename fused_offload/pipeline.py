@@ -13,15 +13,23 @@ are safe, and parameters are final for whatever the caller enqueues next. Nothin
 [Note: slot reuse] A slot is overwritten only after its own ``written_back``. The event stays with the slot, so this
 holds across steps and across optimizers that share the ring.
 
-[Note: next step reads what this one wrote] The H2D stream waits for the last write-back of the same optimizer's
-previous step before its first copy. The D2H stream is in order, so that event covers every range.
+[Note: next step reads what this one wrote] Before state is copied to the device, the H2D stream waits for the last
+write-back of that state, and of no other: a block of the window that was written back as one has an event of its own,
+everything else was written back when the last streamed chunk was, since the D2H stream is in order.
+
+[Note: window last] Blocks of the window are written back behind all streamed chunks. Their copies have a whole forward
+pass to hide under; in front of the streamed chunks' they would hold up slots, and with them the step.
+
+[Note: window memory] A block's memory is allocated on the caller's stream, the only pool that activations return to, so
+the H2D stream waits for what that stream did before. It is dropped as soon as its write-back is enqueued, and is marked
+as used by the copy streams: the allocator hands it out again when they are done with it.
 
 [Note: host readers synchronise] ``state``, ``state_dict``, ``load_state_dict`` and ``get_unscaled_state`` call
 `Pipeline.wait` before they touch a slab.
 
 [Note: lifetime] Slabs and slots outlive every copy: slots belong to the ring, which is released only after both copy
-streams are idle, and slabs wait for the device before they are unregistered. So nothing needs ``record_stream``, and a
-steady step allocates nothing.
+streams are idle, and slabs wait for the device before they are unregistered. So slots need no ``record_stream``, and a
+steady step without a window allocates nothing.
 
 [Note: grads are inputs] The kernel never writes a gradient.
 
@@ -32,8 +40,10 @@ steady step allocates nothing.
 from __future__ import annotations
 
 import contextlib
+import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -49,9 +59,10 @@ from .skips import SkipCounter
 from .staging import RingNeed, Slot, StagingRing
 from .storage import ArrayPlace, Layout
 from .table import AddressTable
-from .transfers import ChunkTransfer, Copy, chunk_transfer, slot_state
+from .transfers import ChunkTransfer, Copy, block_transfer, block_write_back, chunk_transfer, slot_state
 from .updates import Updates
 from .upload import UploadBuffer
+from .window import WindowBlock, WriteBacks
 
 Event = Any
 
@@ -94,22 +105,98 @@ class StreamedChunk(NamedTuple):
     launch: Callable[[int], None]
 
 
+class LoadedBlock(NamedTuple):
+    """A block of the window on the GPU, or on its way there.
+
+    Attributes:
+        block: which state.
+        slot: its memory.
+        loaded: event after which it is there.
+    """
+
+    block: WindowBlock
+    slot: Slot
+    loaded: Event
+
+
+class WindowChunk(NamedTuple):
+    """One launch on state in the window, ready to go.
+
+    Attributes:
+        loaded: the block that it works on.
+        launch: enqueues its kernel on the compute stream.
+        to_host: what it wrote.
+    """
+
+    loaded: LoadedBlock
+    launch: Callable[[], None]
+    to_host: tuple[Copy, ...]
+
+
+def load_block(block: WindowBlock, slot: Slot, ops: StreamOps, written: Event | None) -> LoadedBlock:
+    """Enqueues the prefetch of one block.
+
+    Args:
+        block: which state.
+        slot: its memory, allocated on the compute stream.
+        ops: queues of the device.
+        written: last write-back of that state, or None.
+    """
+    ops.wait(ops.h2d, ops.record(ops.compute))  # [Note: window memory]
+    if written is not None:
+        ops.wait(ops.h2d, written)  # [Note: next step reads what this one wrote]
+    ops.copy_to_device(slot, block_transfer(block))
+    return LoadedBlock(block, slot, ops.record(ops.h2d))
+
+
+def launch_window(chunks: Sequence[WindowChunk], ops: StreamOps) -> None:
+    """Enqueues the kernels of some chunks of the window."""
+    for chunk in chunks:
+        ops.wait(ops.compute, chunk.loaded.loaded)
+        chunk.launch()
+
+
+def write_back_window(
+    chunks: Iterable[WindowChunk], ops: StreamOps, written: Callable[[WindowBlock, Event], None]
+) -> None:
+    """Enqueues the write-back of chunks of the window, behind everything else: see [Note: window last].
+
+    Args:
+        chunks: chunks whose kernels are enqueued.
+        ops: queues of the device.
+        written: called with each chunk's block and the event of its write-back, right after it is enqueued.
+    """
+    computed = None
+    for chunk in chunks:
+        if computed is None:
+            computed = ops.record(ops.compute)
+            ops.wait(ops.d2h, computed)
+        ops.copy_to_host(chunk.loaded.slot, chunk.to_host)
+        written(chunk.loaded.block, ops.record(ops.d2h))
+
+
 def stream_chunks(
-    chunks: Sequence[StreamedChunk], slots: Sequence[Slot], ops: StreamOps, previous: Event | None
+    chunks: Sequence[StreamedChunk],
+    slots: Sequence[Slot],
+    ops: StreamOps,
+    previous: Sequence[Event],
+    window: Sequence[WindowChunk] = (),
 ) -> Event | None:
-    """Enqueues prefetch, kernel and write-back of every chunk.
+    """Enqueues prefetch, kernel and write-back of every chunk, and between them the kernels of the window.
 
     Args:
         chunks: chunks in order.
         slots: the ring's slots.
         ops: queues of the device.
-        previous: last write-back of the previous step.
+        previous: last write-backs of what the chunks read.
+        window: chunks whose state is on the GPU or on its way there. Their kernels run while others wait for the link.
 
     Returns:
-        Event of the last write-back, or ``previous`` if there is no chunk.
+        Event of the last write-back, or None if there is no chunk.
     """
-    if chunks and previous is not None:
-        ops.wait(ops.h2d, previous)  # [Note: next step reads what this one wrote]
+    written_back = None
+    for event in previous if chunks else ():
+        ops.wait(ops.h2d, event)  # [Note: next step reads what this one wrote]
     for index, chunk in enumerate(chunks):
         slot = slots[index % len(slots)]
         if slot.written_back is not None:
@@ -123,8 +210,11 @@ def stream_chunks(
 
         ops.wait(ops.d2h, computed)
         ops.copy_to_host(slot, chunk.transfer.to_host)
-        previous = slot.written_back = ops.record(ops.d2h)
-    return previous
+        written_back = slot.written_back = ops.record(ops.d2h)
+        launch_window(window[index * len(window) // len(chunks) : (index + 1) * len(window) // len(chunks)], ops)
+    if not chunks:
+        launch_window(window, ops)
+    return written_back
 
 
 class DeviceQueues:
@@ -213,19 +303,26 @@ class _DevicePlan:
         self.table = AddressTable(plan, chunks, updates, adam.programs_of)
         self.kinds: list[ChunkKind] = []
         self.transfers: list[ChunkTransfer | None] = []
-        for chunk in chunks:
+        self.window_copies: dict[int, tuple[Copy, ...]] = {}  # write-back of the chunks in the window, by index
+        for index, chunk in enumerate(chunks):
             kind = chunk.kind
             assert isinstance(kind, ChunkKind)
             self.kinds.append(kind)
-            self.transfers.append(None if kind.extent.layout.resident else chunk_transfer(chunk, kind))
-        streamed = {kind.extent for kind in self.kinds if not kind.extent.layout.resident}
+            self.transfers.append(chunk_transfer(chunk, kind) if kind.origin is None else None)
+            if kind.block is not None:
+                self.window_copies[index] = block_write_back(kind.block, chunk)
+        streamed = {kind.extent for kind in self.kinds if kind.origin is None}
         self.slot_bytes = max((_slot_bytes(extent.layout, extent.numel, chunk_bytes) for extent in streamed), default=0)
         # By slot, weakly: a ring that is released or grown takes its slots' views with it.
         self._states: weakref.WeakKeyDictionary[Slot, dict[Any, AdamState]] = weakref.WeakKeyDictionary()
 
-    def state(self, index: int, slot_index: int, ring: StagingRing) -> AdamState:
+    def state(
+        self, index: int, slot_index: int, ring: StagingRing, window: Mapping[WindowBlock, LoadedBlock]
+    ) -> AdamState:
         """State of a chunk as the kernel takes it; full chunks of a kind share the same views."""
         kind, transfer = self.kinds[index], self.transfers[index]
+        if kind.block is not None:
+            return slot_state(window[kind.block].slot, kind.block.place, kind)
         if transfer is None:
             return kind.extent.state(init_moments=kind.init_moments, init_master=kind.init_master)
         slot = ring.slots[slot_index]
@@ -273,8 +370,49 @@ class Pipeline:
         self._config = config
         self._upload = UploadBuffer(device)
         self._compiled: set[Any] = set()
-        self._written_back: torch.cuda.Event | None = None
+        self._window: dict[WindowBlock, LoadedBlock] = {}
+        self._write_backs = WriteBacks()
         self._computed: torch.cuda.Event | None = None
+        self._warned_small_window = False
+
+    @property
+    def window(self) -> tuple[WindowBlock, ...]:
+        """Blocks that are on the GPU or on their way there."""
+        return tuple(self._window)
+
+    def prefetch(self, blocks: Sequence[WindowBlock]) -> None:
+        """Enqueues the prefetch of blocks that are not on their way yet; ends early where GPU memory does.
+
+        Args:
+            blocks: what to load, in order.
+        """
+        with self.locked():
+            ops = CudaOps(self.queues)
+            for block in blocks:
+                if block in self._window:
+                    continue
+                memory = self._window_memory(block.nbytes)
+                if memory is None:
+                    return
+                memory.record_stream(self.queues.h2d)
+                self._window[block] = load_block(block, Slot(memory), ops, self._write_backs.of_block(block))
+
+    def _window_memory(self, nbytes: int) -> torch.Tensor | None:
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.queues.device)
+        except torch.OutOfMemoryError:
+            if not self._warned_small_window:
+                self._warned_small_window = True
+                warnings.warn(
+                    "Out of GPU memory while growing the window of optimizer state: what did not fit is streamed in "
+                    "the step, which takes longer. Set a smaller OffloadConfig(window_bytes=...).",
+                    stacklevel=2,
+                )
+            return None
+
+    def cancel_prefetch(self) -> None:
+        """Drops the window; state on the host is what it was."""
+        self._window.clear()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -377,7 +515,7 @@ class Pipeline:
     ) -> tuple[AdamState, AdamScalars, LaunchKind, AmpSignals]:
         kind = device_plan.kinds[index]
         return (
-            device_plan.state(index, slot_index, self.queues.ring),
+            device_plan.state(index, slot_index, self.queues.ring, self._window),
             scalars[kind.group],
             self._launch_kind(kind, numerics, aligned[index]),
             signals[kind.group] if kind.group in signals else signals[None],
@@ -405,20 +543,49 @@ class Pipeline:
             for index, transfer in enumerate(plan.transfers)
             if transfer is not None
         ]
-        self._written_back = stream_chunks(streamed, self.queues.ring.slots, ops, self._written_back)
-        for index, transfer in enumerate(plan.transfers):
-            if transfer is None:
+        window = [self._window_chunk(step, index, ops) for index in plan.window_copies]
+        previous = self._write_backs.of_streamed(self._window)
+        written_back = stream_chunks(streamed, self.queues.ring.slots, ops, previous, window)
+        for index, kind in enumerate(plan.kinds):
+            if kind.extent.layout.resident:
                 step.launch(index, 0)
+        self._write_back(written_back, window, ops)
         if step.found_inf is not None:
             self.skips.count(step.found_inf, lambda: ops.record(ops.compute))
         self._computed = ops.record(ops.compute)
         # The kernel writes through raw addresses; autograd must still notice that saved parameters changed.
         torch.autograd.graph.increment_version(step.params)
 
+    def _window_chunk(self, step: PreparedStep, index: int, ops: CudaOps) -> WindowChunk:
+        block = step.plan.kinds[index].block
+        assert block is not None
+        loaded = self._window[block]
+        for stream in (ops.compute, ops.d2h):
+            loaded.slot.memory.record_stream(stream)  # [Note: window memory]
+        return WindowChunk(loaded, lambda: step.launch(index, 0), step.plan.window_copies[index])
+
+    def _write_back(self, streamed: Any, window: list[WindowChunk], ops: CudaOps) -> None:
+        """Writes the window back, giving each block's memory away behind its own copies, and remembers the events."""
+        if streamed is not None:
+            self._write_backs.note_streamed(streamed, self._window)
+        pending = Counter(chunk.loaded.block for chunk in window)
+        for block in self._window.keys() - pending.keys():
+            del self._window[block]  # none of its parameters had a gradient
+
+        def written(block: WindowBlock, event: Any) -> None:
+            self._write_backs.note_block(block, event)
+            pending[block] -= 1
+            if not pending[block]:
+                del self._window[block]
+
+        window.reverse()
+        write_back_window((window.pop() for _ in range(len(window))), ops, written)
+
     def wait(self) -> None:
-        """Waits on the host until all state of this optimizer is written back."""
-        if self._written_back is not None:
-            self._written_back.synchronize()  # [Note: host readers synchronise]
+        """Drops the window, and waits on the host until all state of this optimizer is written back."""
+        self.cancel_prefetch()
+        if self._write_backs.last is not None:
+            self._write_backs.last.synchronize()  # [Note: host readers synchronise]
         if self._computed is not None:
             self._computed.synchronize()  # resident state is read by the host too
         self.skips.wait()

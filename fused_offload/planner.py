@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from .plan import Chunk, Segment, chunk_numel, make_plan
 from .state import StateEntry
 from .storage import Extent
 from .updates import Updates
+from .window import Cut, WindowBlock, cut_at_blocks
 
 _PLANS_KEPT = 8  # models with idle experts alternate between a few sets of gradients
 
@@ -27,6 +28,7 @@ class ChunkKind(NamedTuple):
         grad_dtype: dtype of the gradients.
         init_moments: the moments are still zero everywhere.
         init_master: the master is still the parameter.
+        block: part of the window that holds the state, or None if it streams or is resident.
     """
 
     extent: Extent
@@ -34,6 +36,14 @@ class ChunkKind(NamedTuple):
     grad_dtype: torch.dtype
     init_moments: bool
     init_master: bool
+    block: WindowBlock | None = None
+
+    @property
+    def origin(self) -> int | None:
+        """Element of the extent at which the memory begins that the kernel works on, or None for a slot of its own."""
+        if self.block is not None:
+            return self.block.start
+        return 0 if self.extent.layout.resident else None
 
 
 @dataclass(eq=False)
@@ -41,7 +51,8 @@ class StepPlan:
     """What one step does.
 
     Attributes:
-        chunks: streamed chunks, then what is resident; a piece's segment is an index into the step's updates.
+        chunks: streamed chunks, then those in the window, then what is resident; a piece's segment is an index into
+            the step's updates.
         starts: first element of each update in its extent.
         initial: entries whose state this step is the first to write.
         derived: what a device's pipeline worked out from the plan; lives as long as the plan.
@@ -66,47 +77,74 @@ class Planner:
         self._plans: OrderedDict[Hashable, StepPlan] = OrderedDict()
         self._version = -1
 
-    def plan(self, updates: Updates, entries: list[StateEntry], version: int) -> StepPlan:
+    def plan(
+        self,
+        updates: Updates,
+        entries: list[StateEntry],
+        version: int,
+        window: Sequence[WindowBlock] = (),
+    ) -> StepPlan:
         """The plan of one step.
 
         Args:
             updates: what has a gradient.
             entries: state of each update, with its storage.
             version: changes whenever storage or initial values of any entry did.
+            window: blocks whose state is on the GPU already.
         """
         if version != self._version:
             self.forget()
             self._version = version
-        plan = self._plans.get(updates.signature)
+        key = (updates.signature, tuple(window))
+        plan = self._plans.get(key)
         if plan is None:
-            plan = self._make(updates, entries)
-            self._plans[updates.signature] = plan
+            plan = self._make(updates, entries, window)
+            self._plans[key] = plan
             if len(self._plans) > _PLANS_KEPT:
                 self._plans.popitem(last=False)
-        self._plans.move_to_end(updates.signature)
+        self._plans.move_to_end(key)
         return plan
 
     def forget(self) -> None:
         """Drops all plans, and with them their references to storage."""
         self._plans.clear()
 
-    def _make(self, updates: Updates, entries: list[StateEntry]) -> StepPlan:
-        segments = []
-        for entry, param, group, grad_dtype in zip(
-            entries, updates.params, updates.groups, updates.grad_dtypes, strict=True
+    def _make(self, updates: Updates, entries: list[StateEntry], window: Sequence[WindowBlock]) -> StepPlan:
+        segments, cuts = [], []
+        for index, (entry, param, group, grad_dtype) in enumerate(
+            zip(entries, updates.params, updates.groups, updates.grad_dtypes, strict=True)
         ):
             assert entry.extent is not None
             kind = ChunkKind(entry.extent, group, grad_dtype, not entry.moments_set, not entry.master_set)
-            segments.append(Segment(kind, entry.start, param.numel()))
-        chunks = make_plan(segments, self._capacity)
-        # Resident state goes last: its kernels need no copy, so the link starts with the first chunk that does.
-        ordered = sorted(chunks, key=lambda chunk: extent_of(chunk).layout.resident)
+            whole = Segment(kind, entry.start, param.numel())
+            for cut in cut_at_blocks(index, entry.extent, whole, window):
+                cuts.append(cut)
+                segments.append(Segment(kind._replace(block=cut.block), entry.start + cut.offset, cut.numel))
+        chunks = [_of_updates(chunk, cuts) for chunk in make_plan(segments, self._capacity)]
+        # What is on the GPU goes last: its kernels need no copy, so the link starts with the first chunk that does.
+        ordered = sorted(chunks, key=lambda chunk: (extent_of(chunk).layout.resident, block_of(chunk) is not None))
         initial = [entry for entry in entries if not (entry.moments_set and entry.master_set)]
         return StepPlan(tuple(ordered), [entry.start for entry in entries], initial)
 
     def _capacity(self, kind: Any) -> int | None:
         layout = kind.extent.layout
-        return None if layout.resident else chunk_numel(self._chunk_bytes, layout.block_bytes)
+        return None if layout.resident or kind.block is not None else chunk_numel(self._chunk_bytes, layout.block_bytes)
+
+
+def _of_updates(chunk: Chunk, cuts: Sequence[Cut]) -> Chunk:
+    """A chunk whose pieces name updates, of one whose pieces name parts of updates."""
+    pieces = [
+        piece._replace(segment=cuts[piece.segment].segment, offset=cuts[piece.segment].offset + piece.offset)
+        for piece in chunk.pieces
+    ]
+    return chunk._replace(pieces=tuple(pieces))
+
+
+def block_of(chunk: Chunk) -> WindowBlock | None:
+    """Part of the window that holds a chunk's state, or None."""
+    kind = chunk.kind
+    assert isinstance(kind, ChunkKind)
+    return kind.block
 
 
 def extent_of(chunk: Chunk) -> Extent:

@@ -17,6 +17,7 @@ from .planner import Planner
 from .state import StateEntry, StateHooks
 from .store import StateStore
 from .updates import ParamWatch, Updates
+from .window import blocks_of
 
 
 class StepModes(NamedTuple):
@@ -56,6 +57,7 @@ class Stepper:
         self._some_without_entry = False
         self._entries_made_for = (-1, -1)
         self._misfits: dict[int, str] = {}
+        self._prefetched_version = 0
         self._unconfirmed: list[tuple[StateEntry, dict[str, Any]]] = []
 
     def observe(self, param_groups: Sequence[dict[str, Any]], modes: StepModes) -> Updates:
@@ -69,6 +71,28 @@ class Stepper:
             updates = self._watch.observe(param_groups, modes.decoupled_grad)
             self._check_entries(updates, modes.numerics)
         return updates
+
+    def prefetch(self, window_bytes: int) -> None:
+        """Starts to bring state to the GPU for the next step.
+
+        Args:
+            window_bytes: GPU bytes that state may take; what is prefetched already counts.
+        """
+        if not self.engine.window():
+            self._store.rehome_moved()
+            self._prefetched_version = self._store.views_version()
+        chosen, used = [], 0
+        for block in blocks_of(self._store.extents()):
+            used += block.nbytes
+            if used > window_bytes:
+                break
+            if block.extent.layout.device.type == "cuda":
+                chosen.append(block)
+        self.engine.prefetch(chosen)
+
+    def _views_version(self) -> int:
+        """Changes when somebody writes to state through a view that was handed out."""
+        return self._store.views_version() if self.engine.window() else self._prefetched_version
 
     def on_one_gpu(self) -> bool:
         """Whether all parameters are on one CUDA device."""
@@ -93,7 +117,9 @@ class Stepper:
         """
         self.take_in_skips(param_groups)
         entries = self._ready_entries(updates, wanted)
-        plan = self.planner.plan(updates, entries, self._hooks.version)
+        if self._views_version() != self._prefetched_version:
+            self.engine.cancel_prefetch()  # somebody wrote to a view that was handed out before
+        plan = self.planner.plan(updates, entries, self._hooks.version, self.engine.window())
         steps = [int(group.get("step", 0)) + 1 for group in param_groups]
         pending = self.engine.pending_skips()
         scalars, corrections = {}, {}

@@ -156,6 +156,11 @@ class Extent:
         with torch.inference_mode(False):
             return self.place.stored(key, _with_own_storage(self._memory, start, stop))
 
+    def is_moved(self) -> bool:
+        """Whether some array's torch storage was moved as a whole."""
+        base = self._memory.data_ptr()
+        return any(stored.data.data_ptr() != base + self.place.data[key] for key, stored in self.stored.items())
+
     def rehome(self) -> None:
         """Takes arrays back whose torch storage was moved as a whole.
 

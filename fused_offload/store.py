@@ -49,6 +49,7 @@ class StateStore:
         """
         self.config = config
         self.state = StateMapping(hooks)
+        self._hooks = hooks
         self._forms_of = forms_of
         self._reserved: dict[int, _Place] = {}
         self._warned_unpinned = False
@@ -181,7 +182,10 @@ class StateStore:
 
     def rehome(self) -> None:
         """Takes back values whose views were pointed elsewhere by a caller."""
-        for extent in self.extents():
+        extents = self.extents()
+        if any(extent.is_moved() for extent in extents):
+            self._hooks.wait()
+        for extent in extents:
             extent.rehome()
         for entry in self.state.values():
             if entry.bound:
@@ -194,6 +198,10 @@ class StateStore:
         # Only who holds a view can move it, and a run that reads no state should not look at thousands of them.
         if self._hooks.lent and not np.array_equal(self._view_addresses, addresses_of(self._views)):
             self.rehome()
+
+    def views_version(self) -> int:
+        """Changes when somebody writes in place to a view that was handed out."""
+        return sum(view._version for view in self._views)
 
     def forget_views(self) -> None:
         """Drops the views that `rehome_moved` watches, which would keep the storage of removed entries alive."""

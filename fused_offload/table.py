@@ -59,9 +59,9 @@ class AddressTable:
             first, program = row, 0
             kind = chunk.kind
             assert isinstance(kind, ChunkKind)
-            resident = kind.extent.layout.resident
+            origin = kind.origin
             for segment, offset, numel, slot_start in chunk.pieces:
-                start = plan.starts[segment] + offset if resident else slot_start
+                start = slot_start if origin is None else plan.starts[segment] + offset - origin
                 self.rows[row] = program, 0, 0, start, numel
                 self._segment[row], self._offset[row] = segment, offset
                 program += programs_of(numel)

@@ -10,6 +10,7 @@ from .plan import Chunk, CopyRange
 from .planner import ChunkKind
 from .staging import Slot
 from .storage import ArrayPlace, Extent
+from .window import WindowBlock
 
 
 class Copy(NamedTuple):
@@ -57,6 +58,24 @@ def chunk_transfer(chunk: Chunk, kind: ChunkKind) -> ChunkTransfer:
         tuple(copy for key in layout.forms for copy in copies[key]),
         place,
     )
+
+
+def block_transfer(block: WindowBlock) -> tuple[Copy, ...]:
+    """The copies that bring a whole block of state to the GPU, whoever gets gradients.
+
+    As for chunks, the master of a float32 parameter is not read.
+    """
+    layout, place = block.extent.layout, block.place
+    whole = (CopyRange(block.start, block.numel, 0),)
+    keys = [key for key in layout.forms if key != "master_param" or layout.reads_master]
+    return tuple(copy for key in keys for copy in _key_copies(block.extent, key, place, whole))
+
+
+def block_write_back(block: WindowBlock, chunk: Chunk) -> tuple[Copy, ...]:
+    """The copies that bring what one chunk updated in a block back to the slabs."""
+    ranges = tuple(CopyRange(start, numel, start - block.start) for start, numel, _ in chunk.ranges)
+    keys = block.extent.layout.forms
+    return tuple(copy for key in keys for copy in _key_copies(block.extent, key, block.place, ranges))
 
 
 def _key_copies(extent: Extent, key: str, place: ArrayPlace, ranges: tuple[CopyRange, ...]) -> list[Copy]:

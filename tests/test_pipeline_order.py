@@ -4,41 +4,49 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton")
 
-from fused_offload.pipeline import StreamedChunk, stream_chunks
+from fused_offload.pipeline import (
+    LoadedBlock,
+    StreamedChunk,
+    WindowChunk,
+    launch_window,
+    load_block,
+    stream_chunks,
+    write_back_window,
+)
 from fused_offload.staging import Slot
 from fused_offload.storage import ArrayPlace
 from fused_offload.transfers import ChunkTransfer, Copy
+from fused_offload.window import WriteBacks
 
-EDGES = ("previous step", "slot reuse", "compute after prefetch", "write-back after compute")
+EDGES = ("previous step", "slot reuse", "compute after prefetch", "write-back after compute", "window memory")
 
 
 class FakeEvent:
-    def __init__(self) -> None:
+    def __init__(self, stream: Any) -> None:
         self.done = False
+        self.stream = stream
 
 
 class FakeOps:
     """Three queues of operations on a slab of counters; an operation runs when its queue and its waits allow."""
 
-    def __init__(self, slab: list[int], slots: Sequence[Slot], *, dropped: str | None = None) -> None:
+    def __init__(self, slab: list[int], *, dropped: str | None = None) -> None:
         self.compute, self.h2d, self.d2h = deque[Any](), deque[Any](), deque[Any]()
         self.slab, self.dropped = slab, dropped
-        self.held = {id(slot): None for slot in slots}
-        self.written_back: set[int] = set()  # events that free a slot
+        self.held: dict[int, Any] = {}  # what a slot or a block of the window holds: place and value
+        self.of_state = 0  # how many of the next waits for write-backs are for state, not for a slot
         self.errors = 0
 
     def record(self, stream: deque[Any]) -> FakeEvent:
-        event = FakeEvent()
+        event = FakeEvent(stream)
         stream.append(lambda: setattr(event, "done", True) or True)
-        if stream is self.d2h:
-            self.written_back.add(id(event))
         return event
 
     def wait(self, stream: deque[Any], event: FakeEvent) -> None:
@@ -47,12 +55,22 @@ class FakeOps:
 
     def _edge(self, stream: deque[Any], event: FakeEvent) -> str:
         if stream is self.compute:
-            return EDGES[2]
+            return "compute after prefetch"
         if stream is self.d2h:
-            return EDGES[3]
-        return EDGES[0] if event is self.previous else EDGES[1]
+            return "write-back after compute"
+        if event.stream is self.compute:
+            return "window memory"
+        self.of_state -= 1
+        return "previous step" if self.of_state >= 0 else "slot reuse"
 
-    previous: FakeEvent | None = None
+    def activation(self, memory: Slot) -> None:
+        """A layer's output that lives where the window is going to be, and is gone after this."""
+
+        def run() -> bool:
+            self.held[id(memory)] = None
+            return True
+
+        self.compute.append(run)
 
     def copy_to_device(self, slot: Slot, copies: Sequence[Copy]) -> None:
         for copy in copies:
@@ -67,7 +85,7 @@ class FakeOps:
         for copy in copies:
 
             def run(place: int = copy.host_address) -> bool:
-                held = self.held[id(slot)]
+                held = self.held.get(id(slot))
                 if held is None or held[0] != place:
                     self.errors += 1
                 else:
@@ -76,19 +94,16 @@ class FakeOps:
 
             self.d2h.append(run)
 
-    def kernel(self, slots: Sequence[Slot], place: int) -> Callable[[int], None]:
-        def launch(slot_index: int) -> None:
-            def run() -> bool:
-                held = self.held[id(slots[slot_index])]
-                if held is None or held[0] != place:
-                    self.errors += 1
-                else:
-                    self.held[id(slots[slot_index])] = (place, held[1] + 1)
-                return True
+    def kernel(self, memory: Slot, place: int) -> None:
+        def run() -> bool:
+            held = self.held.get(id(memory))
+            if held is None or held[0] != place:
+                self.errors += 1
+            else:
+                self.held[id(memory)] = (place, held[1] + 1)
+            return True
 
-            self.compute.append(run)
-
-        return launch
+        self.compute.append(run)
 
     def run_all(self, rng: random.Random) -> None:
         """Runs everything; favours one queue at a time, so that it gets as far ahead as the events let it."""
@@ -104,54 +119,157 @@ class FakeOps:
             assert progress, "deadlock: every queue waits"
 
 
-def train(seed: int, *, depth: int, dropped: str | None = None, steps: int = 4) -> tuple[list[int], list[int], int]:
-    """Several steps over different sets of chunks without a host wait between them."""
+def streamed(ops: FakeOps, slots: Sequence[Slot], place: int) -> StreamedChunk:
+    copies = (Copy(place, 0, 1),)
+    return StreamedChunk(
+        ChunkTransfer(copies, copies, ArrayPlace({}, 0)), lambda index: ops.kernel(slots[index], place)
+    )
+
+
+class FakeWindow:
+    """Blocks of one place each, in memory that is used again and again."""
+
+    def __init__(self, ops: FakeOps, write_backs: WriteBacks, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.ops, self.write_backs = ops, write_backs
+        self.memory = [Slot(None) for _ in range(7)]  # type: ignore[arg-type]
+        self.loaded: dict[int, LoadedBlock] = {}
+        monkeypatch.setattr("fused_offload.pipeline.block_transfer", lambda place: (Copy(place, 0, 1),))
+
+    def prefetch(self, places: Sequence[int]) -> None:
+        for place in places:
+            memory = Slot(None)  # type: ignore[arg-type]
+            self.ops.activation(memory)
+            written = self.write_backs.of_block(place)
+            self.ops.of_state = 1
+            self.loaded[place] = load_block(place, memory, self.ops, written)  # type: ignore[arg-type]
+
+    def chunk(self, place: int) -> WindowChunk:
+        loaded = self.loaded[place]
+        return WindowChunk(loaded, lambda: self.ops.kernel(loaded.slot, place), (Copy(place, 0, 1),))
+
+
+def train(
+    seed: int, monkeypatch: pytest.MonkeyPatch, *, depth: int, windows: bool = True, dropped: str | None = None
+) -> tuple[list[int], list[int], int]:
+    """Several steps over different places, streamed and in windows of different sizes, without a host wait."""
     rng = random.Random(seed)
     slab, expected = [0] * 7, [0] * 7
     slots = [Slot(None) for _ in range(depth)]  # type: ignore[arg-type]
-    ops = FakeOps(slab, slots, dropped=dropped)
-    previous = None
-    for _ in range(steps):
+    ops, write_backs = FakeOps(slab, dropped=dropped), WriteBacks()
+    window = FakeWindow(ops, write_backs, monkeypatch)
+    for _ in range(5):
+        window.prefetch(range(rng.randint(0, 7) if windows else 0))
         places = sorted(rng.sample(range(7), rng.randint(1, 7)))
         for place in places:
             expected[place] += 1
-        ops.previous = previous
-        chunks = [
-            StreamedChunk(
-                ChunkTransfer((Copy(place, 0, 1),), (Copy(place, 0, 1),), ArrayPlace({}, 0)), ops.kernel(slots, place)
-            )
-            for place in places
-        ]
-        previous = stream_chunks(chunks, slots, ops, previous)
+        chunks = [streamed(ops, slots, place) for place in places if place not in window.loaded]
+        in_window = [window.chunk(place) for place in places if place in window.loaded]
+        previous = write_backs.of_streamed(window.loaded)
+        ops.of_state = len(previous) if chunks else 0
+        event = stream_chunks(chunks, slots, ops, previous, in_window)
+        if event is not None:
+            write_backs.note_streamed(event, window.loaded)
+        write_back_window(in_window, ops, write_backs.note_block)
+        window.loaded.clear()
     ops.run_all(rng)
     return slab, expected, ops.errors
 
 
+@pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_every_legal_order_gives_the_same_state(depth: int) -> None:
+def test_every_legal_order_gives_the_same_state(depth: int, windows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     for seed in range(200):
-        slab, expected, errors = train(seed, depth=depth)
+        slab, expected, errors = train(seed, monkeypatch, depth=depth, windows=windows)
         assert errors == 0
         assert slab == expected
 
 
-@pytest.mark.parametrize("edge", EDGES)
-def test_every_wait_is_needed(edge: str) -> None:
+@pytest.mark.parametrize(
+    ("edge", "windows"), [(edge, windows) for windows in (False, True) for edge in EDGES if windows or edge != EDGES[4]]
+)
+def test_every_wait_is_needed(edge: str, windows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any one kind of wait, some legal order goes wrong."""
-    outcomes = [train(seed, depth=2, dropped=edge) for seed in range(300)]
+    outcomes = [train(seed, monkeypatch, depth=2, windows=windows, dropped=edge) for seed in range(300)]
     assert any(errors or slab != expected for slab, expected, errors in outcomes)
+
+
+def test_write_backs_of_single_blocks_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event of the last streamed chunk does not stand for blocks that are written back behind it."""
+    monkeypatch.setattr(WriteBacks, "note_block", lambda self, block, event: setattr(self, "last", event))
+    outcomes = [train(seed, monkeypatch, depth=2) for seed in range(300)]
+    assert any(errors or slab != expected for slab, expected, errors in outcomes)
+
+
+def waits_of_h2d(ops: FakeOps) -> list[Any]:
+    waits: list[Any] = []
+    original = ops.wait
+
+    def wait(stream: Any, event: FakeEvent) -> None:
+        if stream is ops.h2d:
+            waits.append(event)
+        original(stream, event)
+
+    ops.wait = wait  # type: ignore[method-assign]
+    return waits
 
 
 def test_no_h2d_waits_for_an_unrelated_write_back() -> None:
     """A prefetch is held back by its own slot and the previous step only, never by the chunk right before it."""
     slots = [Slot(None) for _ in range(3)]  # type: ignore[arg-type]
-    ops = FakeOps([0] * 7, slots)
-    waits: list[Any] = []
-    chunks = [
-        StreamedChunk(ChunkTransfer((Copy(i, 0, 1),), (Copy(i, 0, 1),), ArrayPlace({}, 0)), ops.kernel(slots, i))
-        for i in range(3)
-    ]
-    original = ops.wait
-    ops.wait = lambda stream, event: (waits.append(stream is ops.h2d), original(stream, event))[1]  # type: ignore
-    stream_chunks(chunks, slots, ops, None)
-    assert not any(waits)
+    ops = FakeOps([0] * 7)
+    waits = waits_of_h2d(ops)
+    stream_chunks([streamed(ops, slots, place) for place in range(3)], slots, ops, [])
+    assert waits == []
+
+
+def test_a_streamed_chunk_does_not_wait_for_the_window_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Window chunks are written back last, under the next forward pass: nothing but the same blocks waits for that."""
+    slots = [Slot(None) for _ in range(2)]  # type: ignore[arg-type]
+    ops, write_backs = FakeOps([0] * 7), WriteBacks()
+    window = FakeWindow(ops, write_backs, monkeypatch)
+    written: dict[int, FakeEvent] = {}
+
+    def step() -> FakeEvent:
+        window.prefetch((0, 1))
+        chunks = [streamed(ops, slots, place) for place in (2, 3)]
+        in_window = [window.chunk(place) for place in (0, 1)]
+        event = stream_chunks(chunks, slots, ops, write_backs.of_streamed(window.loaded), in_window)
+        write_backs.note_streamed(event, window.loaded)
+
+        def note(place: Any, event: Any) -> None:
+            written[place] = event
+            write_backs.note_block(place, event)
+
+        write_back_window(in_window, ops, note)
+        window.loaded.clear()
+        return event  # type: ignore[return-value]
+
+    last_streamed = step()
+    before = dict(written)
+    waits = waits_of_h2d(ops)
+    step()
+    write_backs_waited_for = [event for event in waits if event.stream is ops.d2h]
+    assert write_backs_waited_for[:2] == [before[0], before[1]]  # each block for its own
+    assert before[0] not in write_backs_waited_for[1:]
+    assert before[1] not in write_backs_waited_for[2:]
+    assert last_streamed in write_backs_waited_for
+
+
+def test_kernels_of_the_window_run_between_the_streamed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = [Slot(None) for _ in range(2)]  # type: ignore[arg-type]
+    ops = FakeOps([0] * 7)
+    window = FakeWindow(ops, WriteBacks(), monkeypatch)
+    window.prefetch((0, 1, 2))
+    order: list[int] = []
+    ops.kernel = lambda memory, place: order.append(place)  # type: ignore[method-assign]
+    stream_chunks(
+        [streamed(ops, slots, place) for place in (3, 4, 5)],
+        slots,
+        ops,
+        [],
+        [window.chunk(place) for place in range(3)],
+    )
+    assert order == [3, 0, 4, 1, 5, 2]
+    order.clear()
+    launch_window([window.chunk(1)], ops)
+    assert order == [1]
