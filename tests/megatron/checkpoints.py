@@ -1,0 +1,65 @@
+"""Megatron's ways to save and load, as its training loop goes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from job import Job
+
+FORMATS = ("dp_reshardable", "fully_reshardable", "legacy")
+
+
+def save(job: Job, directory: Path, kind: str) -> None:
+    if job.rank == 0:
+        directory.mkdir(parents=True)
+    torch.distributed.barrier()
+    if kind == "legacy":
+        _save_legacy(job, directory)
+    else:
+        from megatron.core import dist_checkpointing
+
+        job.weights()  # waits for parameters that are still being gathered
+        dist_checkpointing.save(_sharded_state_dict(job, kind, is_loading=False), str(directory))
+    torch.distributed.barrier()
+
+
+def load(job: Job, directory: Path, kind: str) -> None:
+    """Takes over model, optimizer and schedule."""
+    if kind == "legacy":
+        common = torch.load(directory / "common.pt", weights_only=False)
+        job.model.module.load_state_dict(common["model"])
+        job.optimizer.load_state_dict(common["optimizer"])
+        job.optimizer.load_parameter_state(str(directory / "distrib_optim.pt"))
+    else:
+        from megatron.core import dist_checkpointing
+
+        common = dist_checkpointing.load(_sharded_state_dict(job, kind, is_loading=True), str(directory))
+        job.model.module.load_state_dict(common["model"])
+        job.optimizer.load_state_dict(common["optimizer"])
+    job.scheduler.load_state_dict(common["scheduler"])
+    job.iteration = common["iteration"]
+
+
+def _sharded_state_dict(job: Job, kind: str, *, is_loading: bool) -> dict[str, Any]:
+    metadata = {
+        "distrib_optim_sharding_type": kind,
+        "chained_optim_avoid_prefix": True,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
+    }
+    model = job.model.module.sharded_state_dict()
+    optimizer = job.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {"model": model, "optimizer": optimizer, **_common(job)}
+
+
+def _common(job: Job) -> dict[str, Any]:
+    return {"scheduler": job.scheduler.state_dict(), "iteration": job.iteration}
+
+
+def _save_legacy(job: Job, directory: Path) -> None:
+    job.weights()
+    common = {"model": job.model.module.state_dict(), "optimizer": job.optimizer.state_dict(), **_common(job)}
+    if job.rank == 0:
+        torch.save(common, directory / "common.pt")
+    job.optimizer.save_parameter_state(str(directory / "distrib_optim.pt"))

@@ -1,0 +1,303 @@
+"""A tiny GPT under Megatron's DistributedDataParallel and distributed optimizer: what the scenarios train.
+
+Importing this module imports neither Megatron nor the stand-in for CUDA, so that tests can share its records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from reference_optimizer import Forms, ReferenceAdam
+
+from fused_offload import OffloadConfig
+from fused_offload.kernels.forms import join_remainder
+
+VOCABULARY, SEQUENCE, HIDDEN, LAYERS = 96, 16, 32, 2
+SEVERAL_BUCKETS = 4000
+"""Bucket size that cuts the model into several buckets, most of them with padding at their ends."""
+
+
+class Layout(NamedTuple):
+    """How model and gradients lie in buffers and move between ranks."""
+
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    bucket_size: int | None = None
+    experts: int = 0
+    trainable: tuple[str, ...] = ()
+    """Parts of the names of parameters that are trained; all are where it is empty."""
+    grads_in_bf16: bool = False
+
+
+class JobSpec(NamedTuple):
+    """What to train, and with which inner optimizer: ``"ours"``, ``"reference"`` or ``"stock"``."""
+
+    optimizer: str = "ours"
+    forms: Forms = Forms()
+    layout: Layout = Layout()
+    fraction: float = 1.0
+    chunk_bytes: int = 48 * 2**20
+    depth: int = 3
+    dtype: torch.dtype = torch.bfloat16
+    lr: float = 1e-2
+    seed: int = 1
+    config: tuple[tuple[str, Any], ...] = ()
+    """Further fields of Megatron's OptimizerConfig."""
+
+
+class Step(NamedTuple):
+    """What Megatron's training loop logs of one iteration."""
+
+    loss: float
+    grad_norm: float | None
+    updated: bool
+
+
+class ShardState(NamedTuple):
+    """One parameter's state on one rank, as the true fp32 values; moments and master are None before they exist."""
+
+    start: int
+    stop: int
+    values: dict[str, torch.Tensor] | None
+
+
+class Shard(NamedTuple):
+    """One parameter's part on this rank, found without the help of the package under test."""
+
+    name: str
+    model_param: torch.Tensor
+    param: torch.Tensor
+    start: int
+    stop: int
+    inner: Any
+
+
+@contextlib.contextmanager
+def _place_for_reference(forms: Forms) -> Iterator[None]:
+    from megatron.core import optimizer as package
+    from megatron.core.optimizer import distrib_optimizer
+
+    stock = package.HybridDeviceOptimizer
+    package.HybridDeviceOptimizer = distrib_optimizer.HybridDeviceOptimizer = ReferenceAdam.with_forms(forms)
+    try:
+        yield
+    finally:
+        package.HybridDeviceOptimizer = distrib_optimizer.HybridDeviceOptimizer = stock
+
+
+def offload_flags(fraction: float = 1.0, forms: Forms = Forms()) -> dict[str, Any]:  # noqa: B008 - immutable
+    """Fields of Megatron's OptimizerConfig that ask for an offloaded optimizer."""
+    return {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": fraction,
+        "use_precision_aware_optimizer": True,
+        "exp_avg_dtype": forms.moments,
+        "exp_avg_sq_dtype": forms.moments,
+        "store_param_remainders": forms.remainders,
+    }
+
+
+def optimizer_config(spec: JobSpec) -> Any:
+    from megatron.core.optimizer import OptimizerConfig
+
+    fields: dict[str, Any] = {
+        "optimizer": "adam",
+        "lr": spec.lr,
+        "min_lr": 0.0,
+        "weight_decay": 0.1,
+        "bf16": spec.dtype == torch.bfloat16,
+        "fp16": spec.dtype == torch.float16,
+        "params_dtype": spec.dtype,
+        "use_distributed_optimizer": True,
+    }
+    if spec.optimizer != "stock":
+        fields |= offload_flags(spec.fraction, spec.forms)
+    if spec.layout.grads_in_bf16:
+        fields["main_grads_dtype"] = torch.bfloat16
+    return OptimizerConfig(**{**fields, **dict(spec.config)})
+
+
+def build_model(spec: JobSpec) -> Any:
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    layout = spec.layout
+    torch.manual_seed(spec.seed)
+    config = TransformerConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        num_attention_heads=4,
+        num_moe_experts=layout.experts or None,
+        moe_router_topk=2,
+        use_cpu_initialization=True,
+        params_dtype=spec.dtype,
+        bf16=spec.dtype == torch.bfloat16,
+        fp16=spec.dtype == torch.float16,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        add_bias_linear=not layout.experts,
+    )
+    layers = get_gpt_layer_local_spec(num_experts=layout.experts or None, moe_grouped_gemm=False)
+    model = GPTModel(config, layers, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE).to(spec.dtype)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not layout.trainable or any(part in name for part in layout.trainable))
+        if ".experts." in name:
+            param.allreduce = False  # as with expert parallelism: buffers and an optimizer of their own
+    return DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=layout.overlap_grad_reduce,
+            overlap_param_gather=layout.overlap_param_gather,
+            bucket_size=layout.bucket_size,
+            grad_reduce_in_fp32=not layout.grads_in_bf16,
+        ),
+        model,
+    )
+
+
+def build_optimizer(spec: JobSpec, model: Any) -> Any:
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    import fused_offload.megatron as fom
+
+    if spec.optimizer == "ours":
+        place: Any = fom.installed(offload=OffloadConfig(chunk_bytes=spec.chunk_bytes, depth=spec.depth))
+    elif spec.optimizer == "reference":
+        place = _place_for_reference(spec.forms)
+    else:
+        place = contextlib.nullcontext()
+    with place:
+        return get_megatron_optimizer(optimizer_config(spec), [model])
+
+
+class Job:
+    """A model, its optimizer and its schedule, and the training loop's order of calls."""
+
+    def __init__(self, spec: JobSpec) -> None:
+        self.spec = spec
+        self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self.model = build_model(spec)
+        self.optimizer = build_optimizer(spec, self.model)
+        self.iteration = 0
+        self.scheduler = self._build_scheduler()
+
+    def _build_scheduler(self) -> Any:
+        from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+        return OptimizerParamScheduler(
+            self.optimizer,
+            init_lr=0.0,
+            max_lr=self.spec.lr,
+            min_lr=0.0,
+            lr_warmup_steps=2,
+            lr_decay_steps=100,
+            lr_decay_style="linear",
+            start_wd=0.1,
+            end_wd=0.1,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def forward_backward(self) -> float:
+        """Gradients of the next iteration's batch, reduced over ranks."""
+        generator = torch.Generator().manual_seed(1000 + self.iteration * 8 + self.rank)
+        tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=generator)
+        positions = torch.arange(SEQUENCE).expand(2, SEQUENCE).contiguous()
+        mask = torch.tril(torch.ones(1, 1, SEQUENCE, SEQUENCE)) < 0.5
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        loss = self.model(tokens, positions, mask, labels=tokens).float().mean()
+        scale = self.optimizer.get_loss_scale().item() if self.spec.dtype == torch.float16 else 1.0
+        (loss * scale).backward()
+        self.model.finish_grad_sync()
+        return loss.item()
+
+    def step(self) -> Step:
+        loss = self.forward_backward()
+        updated, grad_norm, _ = self.optimizer.step()
+        if updated:
+            self.scheduler.step(1)
+        self.iteration += 1
+        return Step(loss, None if grad_norm is None else float(grad_norm), bool(updated))
+
+    def train(self, iterations: int) -> list[Step]:
+        return [self.step() for _ in range(iterations)]
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    @property
+    def children(self) -> list[Any]:
+        """The chain's DistributedOptimizers."""
+        return self.optimizer.chained_optimizers
+
+    @property
+    def inners(self) -> list[Any]:
+        return [child.optimizer for child in self.children if child.optimizer is not None]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The model's parameters, gathered where that overlaps with the next forward pass."""
+        if self.spec.layout.overlap_param_gather:
+            self.model.start_param_sync(force_sync=True)
+        return {name: param.detach().clone() for name, param in self.model.module.named_parameters()}
+
+    def shards(self) -> Iterator[Shard]:
+        names = {id(param): name for name, param in self.model.module.named_parameters()}
+        for child in self.children:
+            if child.is_stub_optimizer:  # all its parameters are frozen
+                continue
+            own = child.shard_float16_groups
+            if not child.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+                own = child.shard_fp32_from_float16_groups
+            for model_group, group in zip(child.model_float16_groups, own, strict=True):
+                for model_param, param in zip(model_group, group, strict=True):
+                    place = child._get_model_param_range_map(model_param)["param"]
+                    yield Shard(names[id(model_param)], model_param, param, place.start, place.end, child.optimizer)
+
+    def state(self) -> dict[str, ShardState]:
+        """Masters and moments of this rank's shards, copied, as fp32 values."""
+        return {
+            shard.name: ShardState(shard.start, shard.stop, _values_of(shard.inner, shard.param))
+            for shard in self.shards()
+        }
+
+    def buckets(self) -> list[tuple[int, int]]:
+        """Elements of each bucket of the dense parameters, with and without the padding at its end."""
+        return [(bucket.grad_data.numel(), bucket.numel_unpadded) for b in self.model.buffers for bucket in b.buckets]
+
+    def steps(self) -> list[Any]:
+        """The step counts of all groups, those without parameters too."""
+        return [group.get("step") for inner in self.inners for group in inner.param_groups]
+
+    def snapshot(self) -> dict[str, Any]:
+        """All that must be equal where two runs are called equal."""
+        return {"weights": self.weights(), "state": self.state(), "steps": self.steps()}
+
+
+def _values_of(inner: Any, param: torch.Tensor) -> dict[str, torch.Tensor] | None:
+    if isinstance(inner, ReferenceAdam):
+        values = {
+            key: value.float() if value.is_floating_point() else value for key, value in inner.state[param].items()
+        }
+    elif isinstance(inner, torch.optim.AdamW):
+        values = {"master_param": param, **{key: inner.state[param][key] for key in ("exp_avg", "exp_avg_sq")}}
+    elif not inner.state[param]:
+        return None
+    else:
+        values = {key: inner.get_unscaled_state(param, key) for key in ("exp_avg", "exp_avg_sq", "master_param")}
+    if not values:
+        return None
+    if values["master_param"].dtype == torch.int16:
+        values["master_param"] = join_remainder(param.detach(), values["master_param"])
+    return {key: value.detach().clone() for key, value in values.items()}

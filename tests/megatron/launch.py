@@ -1,0 +1,82 @@
+"""Runs all scenarios in two processes and collects their outcomes.
+
+``python launch.py [REGULAR EXPRESSION]`` shows what scenarios with such names take and raise.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from registry import Outcome, Results
+
+_HERE = Path(__file__).resolve().parent
+_LIMIT_S = 420
+
+
+def run(directory: Path, selected: str = "", limit_s: float = _LIMIT_S) -> None:
+    """Leaves the scenarios' outcomes in an empty directory."""
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "PYTHONUNBUFFERED": "1",
+    }
+    logs = [directory / f"{process}.log" for process in range(2)]
+    processes = []
+    for process, log in enumerate(logs):
+        with log.open("wb") as output:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(_HERE / "worker.py"), str(directory), str(process), selected],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    start_new_session=True,  # so that it ends with whatever it started
+                )
+            )
+    deadline = time.monotonic() + limit_s
+    ends = [_end_of(process, deadline) for process in processes]
+    for log, end in zip(logs, ends, strict=True):
+        with log.open("a") as output:
+            output.write(f"\n{end}\n")
+
+
+def collect(directory: Path) -> Results:
+    """Outcomes of the scenarios; of processes that died or took too long, as far as they came."""
+    outcomes = [Outcome(*torch.load(path, weights_only=False)) for path in directory.glob("*.outcome")]
+    log = "\n".join(f"-- {path.name}\n{path.read_text()[-6000:]}" for path in sorted(directory.glob("*.log")))
+    return Results(outcomes, log)
+
+
+def _end_of(process: subprocess.Popen[bytes], deadline: float) -> str:
+    try:
+        return f"exit status {process.wait(max(0.0, deadline - time.monotonic()))}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return "killed: it took too long"
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        run(Path(directory), " ".join(sys.argv[1:]))
+        results = collect(Path(directory))
+        for outcome in results.slowest(1000):
+            print(f"{outcome.seconds:6.2f} s  {outcome.name} ({outcome.phase.value}, process {outcome.process})")
+            if outcome.error is not None:
+                print(outcome.error)
+        if not results.slowest(1):
+            print(results.log)
+
+
+if __name__ == "__main__":
+    main()

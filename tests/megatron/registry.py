@@ -1,0 +1,98 @@
+"""Scenarios: functions that run inside the processes of a job, and whose results tests look up.
+
+Starting a process with Megatron in it takes many times longer than training the tiny model, so all scenarios share two
+processes. They go through the phases below together.
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Phase(enum.Enum):
+    """When a scenario runs, in this order."""
+
+    BEFORE_IMPORT = "before Megatron is imported"
+    TWO_RANKS = "two ranks"
+    ONE_RANK = "one rank"
+    TWO_RANKS_AGAIN = "two ranks again"
+
+    @property
+    def alone(self) -> bool:
+        """Whether each scenario runs in one process only, which is a world of its own."""
+        return self in (Phase.BEFORE_IMPORT, Phase.ONE_RANK)
+
+
+BOTH_WORLDS = (Phase.TWO_RANKS, Phase.ONE_RANK)
+
+
+class Context(NamedTuple):
+    """What a scenario gets.
+
+    ``directory`` is the same for all processes and phases, so that one phase can read what another saved.
+    """
+
+    directory: Path
+    phase: Phase
+
+
+class Scenario(NamedTuple):
+    name: str
+    phase: Phase
+    function: Callable[[Context], Any]
+
+
+_scenarios: list[Scenario] = []
+
+
+def scenario(name: str, function: Callable[[Context], Any], phases: tuple[Phase, ...] = BOTH_WORLDS) -> None:
+    """Adds a scenario. Its function returns anything that ``torch.save`` takes."""
+    for phase in phases:
+        if any((other.name, other.phase) == (name, phase) for other in _scenarios):
+            raise ValueError(f"there are two scenarios {name!r} in phase {phase.value!r}")
+        _scenarios.append(Scenario(name, phase, function))
+
+
+def scenarios_of(phase: Phase, process: int, selected: str = "") -> list[tuple[int, Scenario]]:
+    """Numbered scenarios that a process runs in a phase."""
+    numbered = [(i, s) for i, s in enumerate(_scenarios) if s.phase is phase and re.search(selected, s.name)]
+    return numbered[process::2] if phase.alone else numbered
+
+
+class Outcome(NamedTuple):
+    """What became of a scenario in one process: its value, or the traceback of what it raised."""
+
+    name: str
+    phase: Phase
+    process: int
+    value: Any
+    error: str | None
+    seconds: float
+
+
+class Results:
+    """Outcomes of all scenarios."""
+
+    def __init__(self, outcomes: list[Outcome], log: str) -> None:
+        self._outcomes: Mapping[tuple[str, Phase], list[Outcome]] = {}
+        for outcome in sorted(outcomes, key=lambda outcome: outcome.process):
+            self._outcomes.setdefault((outcome.name, outcome.phase), []).append(outcome)
+        self.log = log
+
+    def ranks(self, name: str, phase: Phase) -> list[Any]:
+        """A scenario's values, one a rank."""
+        outcomes = self._outcomes.get((name, phase), [])
+        errors = [f"process {o.process}: {o.error}" for o in outcomes if o.error is not None]
+        if errors:
+            raise AssertionError(f"scenario {name!r} ({phase.value}) failed\n" + "\n".join(errors))
+        if len(outcomes) < (1 if phase.alone else 2):
+            raise AssertionError(f"scenario {name!r} ({phase.value}) has no result. The processes said:\n{self.log}")
+        return [outcome.value for outcome in outcomes]
+
+    def slowest(self, count: int) -> list[Outcome]:
+        every = [outcome for outcomes in self._outcomes.values() for outcome in outcomes]
+        return sorted(every, key=lambda outcome: -outcome.seconds)[:count]

@@ -1,0 +1,105 @@
+"""Save and resume in every format, with as many ranks and with others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from checkpoints import FORMATS, load, save
+from job import SEVERAL_BUCKETS, Job, JobSpec, Layout
+from registry import BOTH_WORLDS, Context, Phase, scenario
+from scenarios_training import FORMS, LAYOUTS, SMALL_CHUNK
+
+BEFORE, AFTER = 3, 3
+"""Iterations before the save and after it."""
+
+
+class Resume(NamedTuple):
+    """A run that saves and goes on, and another that starts elsewhere, loads and does the same."""
+
+    kind: str
+    layout: str
+    forms: str
+    iterations_before: int = BEFORE
+
+    @property
+    def name(self) -> str:
+        when = f"after {self.iterations_before} iterations"
+        return f"resume, {self.kind}, {self.layout}, {self.forms}, {when}"
+
+    def spec(self) -> JobSpec:
+        return JobSpec(forms=FORMS[self.forms], layout=LAYOUTS[self.layout], fraction=0.3)
+
+
+RESUMES = [
+    *(Resume(kind, "all overlapped", forms) for kind in FORMATS for forms in FORMS),
+    *(Resume(kind, "dense and experts", "remainders") for kind in FORMATS),
+    *(Resume(kind, "empty group", "fp32") for kind in FORMATS),
+    *(Resume(kind, "empty rank", "remainders") for kind in ("fully_reshardable", "legacy")),
+    *(Resume(kind, "several buckets", forms, 0) for kind in FORMATS for forms in ("fp32", "remainders")),
+    *(Resume(kind, "dense and experts", "fp32", 0) for kind in ("dp_reshardable", "fully_reshardable")),
+]
+
+
+def resume(job: Job, other: Job, directory: Path, case: Resume) -> dict[str, Any]:
+    job.train(case.iterations_before)
+    save(job, directory, case.kind)
+    saved = job.snapshot()
+    log = job.train(AFTER)
+    load(other, directory, case.kind)
+    loaded = other.snapshot()
+    resumed_log = other.train(AFTER)
+    return {
+        "buckets": job.buckets(),
+        "saved": saved,
+        "loaded": loaded,
+        "went on": {"log": log, **job.snapshot()},
+        "resumed": {"log": resumed_log, **other.snapshot()},
+    }
+
+
+def place(context: Context, name: str) -> Path:
+    return context.directory / "checkpoints" / f"{name}, {context.phase.value}".replace(" ", "_")
+
+
+def _resume(context: Context, case: Resume) -> dict[str, Any]:
+    spec = case.spec()
+    other = spec._replace(seed=2, fraction=1.0, chunk_bytes=SMALL_CHUNK)
+    return resume(Job(spec), Job(other), place(context, case.name), case)
+
+
+for _case in RESUMES:
+    scenario(_case.name, lambda context, case=_case: _resume(context, case))
+
+
+# -- other numbers of ranks --------------------------------------------------------------------------------------
+
+RESHARDED_FORMS = ("fp32", "remainders")
+_PADDED = Layout(bucket_size=SEVERAL_BUCKETS, overlap_grad_reduce=True)
+RESHARDED = [(kind, forms) for kind in FORMATS for forms in RESHARDED_FORMS]
+
+
+def resharded_name(kind: str, forms: str) -> str:
+    return f"other ranks, {kind}, {forms}"
+
+
+def _between_worlds(context: Context, kind: str, forms: str) -> dict[str, Any]:
+    """Two ranks train and save, one loads, trains and saves, two load."""
+    name = resharded_name(kind, forms)
+    job = Job(JobSpec(forms=FORMS[forms], layout=_PADDED, seed=1 + list(Phase).index(context.phase)))
+    loaded = None
+    if context.phase is not Phase.TWO_RANKS:
+        before = Phase.TWO_RANKS if context.phase is Phase.ONE_RANK else Phase.ONE_RANK
+        load(job, place(context._replace(phase=before), name), kind)
+        loaded = job.snapshot()
+    job.train(2)
+    save(job, place(context, name), kind)
+    return {"loaded": loaded, "saved": job.snapshot()}
+
+
+for _kind, _forms in RESHARDED:
+    scenario(
+        resharded_name(_kind, _forms),
+        lambda context, kind=_kind, forms=_forms: _between_worlds(context, kind, forms),
+        phases=(*BOTH_WORLDS, Phase.TWO_RANKS_AGAIN),
+    )

@@ -1,0 +1,104 @@
+"""Twenty iterations with ours, with the reference as a plain inner optimizer, and with stock AdamW."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from job import SEVERAL_BUCKETS, Job, JobSpec, Layout
+from reference_optimizer import Forms
+from registry import Context, scenario
+
+ITERATIONS = 20
+SMALL_CHUNK = 6000
+"""Bytes: some hundred elements, so that most parameters are cut."""
+
+FORMS = {
+    "fp32": Forms(),
+    "remainders": Forms(remainders=True),
+    "remainders, bf16 moments": Forms(torch.bfloat16, remainders=True),
+}
+LAYOUTS = {
+    "one bucket": Layout(),
+    "several buckets": Layout(bucket_size=SEVERAL_BUCKETS),
+    "reduce overlapped": Layout(overlap_grad_reduce=True, bucket_size=SEVERAL_BUCKETS),
+    "all overlapped": Layout(True, True, SEVERAL_BUCKETS),
+    "dense and experts": Layout(True, True, SEVERAL_BUCKETS, experts=4),
+    "experts alone": Layout(experts=4, trainable=("experts",)),
+    # On two ranks, the first of these leaves the second rank no parameter without decay, the other none at all.
+    "empty group": Layout(trainable=("linear_fc2.weight", "final_layernorm.bias")),
+    "empty rank": Layout(trainable=("final_layernorm.bias",)),
+    "bf16 gradients": Layout(bucket_size=SEVERAL_BUCKETS, grads_in_bf16=True),
+}
+
+
+class Case(NamedTuple):
+    """A run with ours: what is stored how, and how it is cut."""
+
+    layout: str
+    forms: str
+    fraction: float = 1.0
+    chunk_bytes: int = 48 * 2**20
+    depth: int = 3
+
+    @property
+    def name(self) -> str:
+        size = f"{self.fraction} of it in chunks of {self.chunk_bytes}, {self.depth} deep"
+        return f"{self.layout}, {self.forms}, {size}"
+
+    @property
+    def reference_name(self) -> str:
+        return f"{self.layout}, {self.forms}, reference"
+
+    def spec(self, optimizer: str) -> JobSpec:
+        return JobSpec(optimizer, FORMS[self.forms], LAYOUTS[self.layout], self.fraction, self.chunk_bytes, self.depth)
+
+
+CASES = [
+    *(
+        Case("all overlapped", forms, fraction, chunk_bytes)
+        for forms in FORMS
+        for fraction, chunk_bytes in ((0.0, 48 * 2**20), (0.3, SMALL_CHUNK), (1.0, SMALL_CHUNK), (1.0, 48 * 2**20))
+    ),
+    *(Case("dense and experts", forms, 0.3) for forms in FORMS),
+    Case("one bucket", "fp32", 0.3, depth=1),
+    Case("one bucket", "remainders", 1.0, 40000, depth=2),
+    Case("several buckets", "remainders, bf16 moments", 1.0, SMALL_CHUNK),
+    Case("reduce overlapped", "remainders", 0.3),
+    Case("experts alone", "fp32"),
+    Case("empty group", "fp32"),
+    Case("empty group", "remainders", 0.3),
+    Case("empty rank", "remainders"),
+    Case("bf16 gradients", "fp32"),
+]
+
+STOCK_LAYOUTS = ("one bucket", "all overlapped", "dense and experts")
+STOCK_LR = 1e-3
+
+
+def _train(spec: JobSpec) -> dict[str, Any]:
+    job = Job(spec)
+    log = job.train(ITERATIONS)
+    return {"log": log, **job.snapshot()}
+
+
+for _case in CASES:
+    scenario(_case.name, lambda context, case=_case: _train(case.spec("ours")))
+for _name, _case in {case.reference_name: case for case in CASES}.items():
+    scenario(_name, lambda context, case=_case: _train(case.spec("reference")))
+
+
+def _beside_stock(context: Context, layout: str, optimizer: str) -> dict[str, Any]:
+    """The state after one step, whose gradients both have in common, and the log of all iterations."""
+    job = Job(JobSpec(optimizer, layout=LAYOUTS[layout], lr=STOCK_LR))
+    log = job.train(2)  # the first rate of the warm-up is zero, so both train from the same weights twice
+    state = job.state()
+    return {"log": log + job.train(ITERATIONS - 2), "state": state}
+
+
+for _layout in STOCK_LAYOUTS:
+    for _optimizer in ("ours", "stock"):
+        scenario(
+            f"{_layout}, {_optimizer} at a low rate",
+            lambda context, layout=_layout, optimizer=_optimizer: _beside_stock(context, layout, optimizer),
+        )

@@ -1,0 +1,74 @@
+"""Checkpoints through Megatron: exact resume in every format, on as many ranks and on others."""
+
+from __future__ import annotations
+
+import pytest
+from comparison import assert_same, whole_state
+from registry import BOTH_WORLDS, Phase, Results
+from scenarios_checkpoint import AFTER, RESHARDED, RESUMES, Resume, resharded_name
+
+WORLDS = pytest.mark.parametrize("phase", BOTH_WORLDS, ids=lambda phase: phase.value)
+CASES = pytest.mark.parametrize("case", RESUMES, ids=lambda case: case.name)
+
+
+@WORLDS
+@CASES
+def test_loading_gives_what_was_saved(results: Results, case: Resume, phase: Phase) -> None:
+    for rank, run in enumerate(results.ranks(case.name, phase)):
+        assert_same(run["loaded"]["weights"], run["saved"]["weights"], f"rank {rank}, weights")
+        if case.iterations_before:
+            assert_same(run["loaded"]["state"], run["saved"]["state"], f"rank {rank}, state")
+
+
+@WORLDS
+@CASES
+def test_resumed_training_has_the_bits_of_the_uninterrupted_one(results: Results, case: Resume, phase: Phase) -> None:
+    for rank, run in enumerate(results.ranks(case.name, phase)):
+        assert_same(run["resumed"], run["went on"], f"rank {rank}")
+
+
+@WORLDS
+@CASES
+def test_step_counts_survive_in_all_groups(results: Results, case: Resume, phase: Phase) -> None:
+    for run in results.ranks(case.name, phase):
+        steps = run["loaded"]["steps"]
+        assert [step or 0 for step in steps] == [case.iterations_before] * len(steps)
+        assert run["resumed"]["steps"] == [case.iterations_before + AFTER] * len(steps)
+
+
+@WORLDS
+@pytest.mark.parametrize(
+    "case", [case for case in RESUMES if case.layout == "all overlapped"], ids=lambda case: case.name
+)
+def test_saving_changes_nothing(results: Results, case: Resume, phase: Phase) -> None:
+    references = results.ranks(f"{case.layout}, {case.forms}, reference", phase)
+    for run, reference in zip(results.ranks(case.name, phase), references, strict=True):
+        start = case.iterations_before
+        assert_same(run["went on"]["log"], reference["log"][start : start + AFTER], "log")
+
+
+@WORLDS
+def test_buckets_before_the_last_one_have_padding(results: Results, phase: Phase) -> None:
+    case = next(case for case in RESUMES if (case.kind, case.layout) == ("fully_reshardable", "all overlapped"))
+    for run in results.ranks(case.name, phase):
+        assert sum(padded > unpadded for padded, unpadded in run["buckets"][:-1]) > 1
+
+
+@pytest.mark.parametrize(("kind", "forms"), RESHARDED)
+@pytest.mark.parametrize(
+    ("saving", "loading"),
+    [(Phase.TWO_RANKS, Phase.ONE_RANK), (Phase.ONE_RANK, Phase.TWO_RANKS_AGAIN)],
+    ids=["two to one", "one to two"],
+)
+def test_another_number_of_ranks_loads_the_same_state(
+    results: Results, kind: str, forms: str, saving: Phase, loading: Phase
+) -> None:
+    saved, loaded = (results.ranks(resharded_name(kind, forms), phase) for phase in (saving, loading))
+    assert_same(
+        whole_state([run["loaded"]["state"] for run in loaded]),
+        whole_state([run["saved"]["state"] for run in saved]),
+        "state",
+    )
+    for run in loaded:
+        assert_same(run["loaded"]["weights"], saved[0]["saved"]["weights"], "weights")
+        assert set(run["loaded"]["steps"]) == set(saved[0]["saved"]["steps"])

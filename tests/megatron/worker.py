@@ -1,0 +1,104 @@
+"""One of the two processes that run all scenarios: ``python worker.py DIRECTORY PROCESS [REGULAR EXPRESSION]``."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+import time
+import traceback
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import registry
+import stand_in
+import torch
+from registry import Context, Outcome, Phase
+
+MODULES = ("scenarios_training", "scenarios_checkpoint")
+_PATIENCE = timedelta(seconds=60)
+"""How long a rank waits for the other one, which may be compiling, importing or writing a checkpoint."""
+
+
+class Worker:
+    def __init__(self, directory: Path, process: int, selected: str) -> None:
+        self._directory = directory
+        self._process = process
+        self._selected = selected
+        # Agreement between the processes does not go through the process groups, which a failed scenario may break.
+        self._meeting = torch.distributed.FileStore(str(directory / "meeting"), 2)
+        self._meeting.set_timeout(_PATIENCE)
+        self._groups_made = 0
+
+    def run(self) -> None:
+        for phase in Phase:
+            self._meet(f"start of {phase.value}", ok=True)
+            for number, scenario in registry.scenarios_of(phase, self._process, self._selected):
+                outcome = self._run(scenario)
+                torch.save(tuple(outcome), self._directory / f"{number}.{self._process}.outcome")
+                ok = outcome.error is None
+                if not ok or phase.alone:
+                    _leave_groups()
+                if not phase.alone and not self._meet(f"end of {number}", ok=ok):
+                    _leave_groups()
+            _leave_groups()
+
+    def _run(self, scenario: registry.Scenario) -> Outcome:
+        started, value, error = time.monotonic(), None, None
+        try:
+            if scenario.phase is not Phase.BEFORE_IMPORT:
+                self._join_groups(scenario.phase)
+            value = scenario.function(Context(self._directory, scenario.phase))
+        except Exception:
+            error = traceback.format_exc()
+        gc.collect()  # models and optimizers are full of cycles, and process groups live as long as they do
+        return Outcome(scenario.name, scenario.phase, self._process, value, error, time.monotonic() - started)
+
+    def _join_groups(self, phase: Phase) -> None:
+        if torch.distributed.is_initialized():
+            return
+        from megatron.core import parallel_state, tensor_parallel
+
+        if self._groups_made == 0:
+            stand_in.install_in_megatron()
+            gc.freeze()  # collections then look at what scenarios leave, not at half a million objects of modules
+        self._groups_made += 1
+        world = f"{phase.name}.{self._process if phase.alone else 'both'}.{self._groups_made}"
+        ranks = 1 if phase.alone else 2
+        torch.distributed.init_process_group(
+            "gloo",
+            store=torch.distributed.FileStore(str(self._directory / world), ranks),
+            rank=0 if phase.alone else self._process,
+            world_size=ranks,
+            timeout=_PATIENCE,
+        )
+        parallel_state.initialize_model_parallel(create_gloo_process_groups=True)
+        tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+    def _meet(self, where: str, *, ok: bool) -> bool:
+        """Waits for the other process; whether both are well."""
+        self._meeting.set(f"{where}.{self._process}", "well" if ok else "failed")
+        return ok & (self._meeting.get(f"{where}.{1 - self._process}") == b"well")
+
+
+def _leave_groups() -> None:
+    if torch.distributed.is_initialized():
+        from megatron.core import parallel_state
+
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def main() -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    stand_in.install()
+    for module in MODULES:
+        importlib.import_module(module)
+    worker = Worker(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "")
+    worker.run()
+
+
+if __name__ == "__main__":
+    main()
