@@ -4,11 +4,13 @@
 # PYTHON      interpreter to build .venv from (default: python3). Its packages stay visible in .venv, so that a machine
 #             that already has torch, for example a CUDA build, keeps using it.
 # TORCH_SPEC  what to install where torch is missing (default: torch==2.13.0).
+# MEGATRON_SPEC  the same for Megatron-Core, which only tests need (default: megatron-core==0.19.2).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 base_python=${PYTHON:-python3}
 torch_spec=${TORCH_SPEC:-torch==2.13.0}
+megatron_spec=${MEGATRON_SPEC:-megatron-core==0.19.2}
 python=.venv/bin/python
 
 has() { "$python" -c "import $1" 2>/dev/null; }
@@ -44,8 +46,17 @@ install_project() {
     pip install --quiet --no-index --no-build-isolation --no-deps --editable .
 }
 
+# Megatron-Core asks for Python 3.12 or newer, but its wheels run on 3.11, and of what it requires the tests need nothing
+# beyond our own requirements.
+install_megatron() {
+    "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("megatron.core") is None)' 2>/dev/null && return
+    pip install --quiet --retries 1 --ignore-requires-python --no-deps --only-binary megatron-core "$megatron_spec" && return
+    echo "bootstrap: $megatron_spec cannot be installed; the tests that train with it will be skipped" >&2
+}
+
 has pip || create_venv
 has torch || pip install "$torch_spec"
 has triton || pip install triton
 install_project
+install_megatron
 "$python" -c 'import torch, triton; print(f"ready: torch {torch.__version__}, triton {triton.__version__}")'
