@@ -66,10 +66,11 @@ class LinkRounds:
 
     def measure(self) -> None:
         """One round of all of them."""
-        self._copies_ms.append(wall_ms(partial(run_copies_only, self._optimizer), self._device))
         self._plain.refresh()
         for mib, nbytes in self._sizes.items():
             self._plain_ms[mib].append(wall_ms(partial(self._plain.run, nbytes), self._device))
+        # Last, right before the step: a link that slows down between the two would pass for the price of computing.
+        self._copies_ms.append(wall_ms(partial(run_copies_only, self._optimizer), self._device))
 
     def times(self, rounds: int) -> LinkTimes:
         """The last rounds, those before them were warm-up."""

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fused_offload import FusedOffloadAdam
-from fused_offload.kernels.forms import join_remainder
+from fused_offload.kernels.forms import FP32, join_remainder
 from fused_offload.mapping import StateMapping
-from fused_offload.state import StateEntry
+from fused_offload.state import StateEntry, StateHooks
 
 HYPERPARAMETERS = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.03}
 SHAPES = [(5,), (3, 43), (300,)]
@@ -478,6 +478,15 @@ def test_views_come_home_whoever_gave_them_out(device: torch.device, lender: str
     found = optimizer.state[params[1]]["exp_avg"]
     assert found.data_ptr() == home
     torch.testing.assert_close(found, expected.to(found.device), rtol=1e-5, atol=0)
+
+
+def test_state_of_an_empty_param_takes_no_device() -> None:
+    """It has no bytes, but code that maps a checkpoint's tensors expects all of them on the CPU."""
+    hooks = StateHooks(lambda: None, lambda param, step: None, lambda param: None, lambda: None)
+    entry = StateEntry(hooks, torch.empty(0, 3, device="meta"))  # any device that is not the CPU
+    entry.bind(None, 0, {"exp_avg": FP32})
+    assert entry.peek("exp_avg").device.type == "cpu"
+    assert entry.peek("exp_avg").shape == (0, 3)
 
 
 READERS: dict[str, Callable[[FusedOffloadAdam, Any], torch.Tensor]] = {
