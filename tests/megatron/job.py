@@ -6,6 +6,7 @@ Importing this module imports neither Megatron nor the stand-in for CUDA, so tha
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from reference_optimizer import Forms, ReferenceAdam
 
 from fused_offload import OffloadConfig
 from fused_offload.kernels.forms import join_remainder
+from fused_offload.megatron.adam import MegatronAdam
 
 VOCABULARY, SEQUENCE, HIDDEN, LAYERS = 96, 16, 32, 2
 SEVERAL_BUCKETS = 4000
@@ -33,7 +35,12 @@ class Layout(NamedTuple):
 
 
 class JobSpec(NamedTuple):
-    """What to train, and with which inner optimizer: ``"ours"``, ``"reference"`` or ``"stock"``."""
+    """What to train, and with which inner optimizer.
+
+    ``"ours"``, ``"reference"`` and ``"hybrid"``, Megatron's own, are in the place of its HybridDeviceOptimizer,
+    ``"ours as FusedAdam"`` and ``"FusedAdam"`` in that of TransformerEngine's optimizer, which is there only within
+    `te_branches`. ``"stock"`` is AdamW with masters of Megatron's.
+    """
 
     optimizer: str = "ours"
     forms: Forms = Forms()
@@ -76,16 +83,36 @@ class Shard(NamedTuple):
 
 
 @contextlib.contextmanager
-def _place_for_reference(forms: Forms) -> Iterator[None]:
+def replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
+    """Sets attributes, given as owner, name and value, for a while."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in replacements:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+def te_branches() -> contextlib.AbstractContextManager[None]:
+    """Megatron's branches for machines with TransformerEngine. Nothing calls into it: its FusedAdam is not its own."""
+    from fused_adam import FusedAdamLike
     from megatron.core import optimizer as package
     from megatron.core.optimizer import distrib_optimizer
 
-    stock = package.HybridDeviceOptimizer
-    package.HybridDeviceOptimizer = distrib_optimizer.HybridDeviceOptimizer = ReferenceAdam.with_forms(forms)
-    try:
-        yield
-    finally:
-        package.HybridDeviceOptimizer = distrib_optimizer.HybridDeviceOptimizer = stock
+    return replaced(
+        (package, "Adam", FusedAdamLike),
+        (package, "USING_PYTORCH_OPTIMIZER", False),
+        (package, "is_te_min_version", lambda *args, **kwargs: True),
+        (distrib_optimizer, "Adam", FusedAdamLike),
+        (distrib_optimizer, "HAVE_APEX_OR_TE", True),
+        (distrib_optimizer, "USING_TE_OPTIMIZER", True),
+    )
+
+
+def _hybrid_place(inner: type) -> contextlib.AbstractContextManager[None]:
+    from megatron.core import optimizer as package
+    from megatron.core.optimizer import distrib_optimizer
+
+    return replaced(*((module, "HybridDeviceOptimizer", inner) for module in (package, distrib_optimizer)))
 
 
 def offload_flags(fraction: float = 1.0, forms: Forms = Forms()) -> dict[str, Any]:  # noqa: B008 - immutable
@@ -115,9 +142,16 @@ def optimizer_config(spec: JobSpec) -> Any:
     }
     if spec.optimizer != "stock":
         fields |= offload_flags(spec.fraction, spec.forms)
+    if spec.optimizer == "hybrid":
+        fields["pin_cpu_grads"] = False  # there is nothing to pin memory for
     if spec.layout.grads_in_bf16:
         fields["main_grads_dtype"] = torch.bfloat16
-    return OptimizerConfig(**{**fields, **dict(spec.config)})
+    config = OptimizerConfig(**{**fields, **dict(spec.config)})
+    if spec.optimizer in ("ours as FusedAdam", "FusedAdam"):
+        # Asked for without offload from the start, Megatron would look for TransformerEngine itself.
+        config.optimizer_cpu_offload = False
+        config.store_param_remainders = spec.forms.remainders
+    return config
 
 
 def build_model(spec: JobSpec) -> Any:
@@ -170,10 +204,17 @@ def build_optimizer(spec: JobSpec, model: Any) -> Any:
 
     import fused_offload.megatron as fom
 
+    offload = OffloadConfig(chunk_bytes=spec.chunk_bytes, depth=spec.depth)
     if spec.optimizer == "ours":
-        place: Any = fom.installed(offload=OffloadConfig(chunk_bytes=spec.chunk_bytes, depth=spec.depth))
+        place: Any = fom.installed(offload=offload)
+    elif spec.optimizer == "ours as FusedAdam":
+        place = fom.installed(offload=dataclasses.replace(offload, fraction=spec.fraction), numerics="ieee")
     elif spec.optimizer == "reference":
-        place = _place_for_reference(spec.forms)
+        place = _hybrid_place(ReferenceAdam.with_forms(spec.forms))
+    elif spec.optimizer == "hybrid":
+        from hybrid import HybridOnCpu
+
+        place = _hybrid_place(HybridOnCpu)
     else:
         place = contextlib.nullcontext()
     with place:
@@ -188,6 +229,8 @@ class Job:
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.model = build_model(spec)
         self.optimizer = build_optimizer(spec, self.model)
+        is_ours = spec.optimizer.startswith("ours")
+        assert all(isinstance(inner, MegatronAdam) == is_ours for inner in self.inners), "another optimizer was built"
         self.iteration = 0
         self.scheduler = self._build_scheduler()
 
@@ -286,18 +329,14 @@ class Job:
 
 
 def _values_of(inner: Any, param: torch.Tensor) -> dict[str, torch.Tensor] | None:
-    if isinstance(inner, ReferenceAdam):
-        values = {
-            key: value.float() if value.is_floating_point() else value for key, value in inner.state[param].items()
-        }
-    elif isinstance(inner, torch.optim.AdamW):
-        values = {"master_param": param, **{key: inner.state[param][key] for key in ("exp_avg", "exp_avg_sq")}}
-    elif not inner.state[param]:
+    state = inner.state.get(param)
+    if not state:
         return None
+    keys = ("exp_avg", "exp_avg_sq", "master_param")
+    if isinstance(inner, MegatronAdam):
+        values = {key: inner.get_unscaled_state(param, key) for key in keys}
     else:
-        values = {key: inner.get_unscaled_state(param, key) for key in ("exp_avg", "exp_avg_sq", "master_param")}
-    if not values:
-        return None
+        values = {key: state.get(key, param) for key in keys}  # stock AdamW updates the master itself
     if values["master_param"].dtype == torch.int16:
         values["master_param"] = join_remainder(param.detach(), values["master_param"])
-    return {key: value.detach().clone() for key, value in values.items()}
+    return {key: value.detach().float().clone() for key, value in values.items()}

@@ -1,6 +1,7 @@
 """Runs all scenarios in two processes and collects their outcomes.
 
-``python launch.py [REGULAR EXPRESSION]`` shows what scenarios with such names take and raise.
+``python launch.py DIRECTORY [REGULAR EXPRESSION]`` runs those with such names and shows what they take and raise.
+Where the variable `OUTCOMES` names that directory, tests look at what is in it and run nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from registry import Outcome, Results
 
 _HERE = Path(__file__).resolve().parent
 _LIMIT_S = 420
+OUTCOMES = "MEGATRON_OUTCOMES"
 
 
 def run(directory: Path, selected: str = "", limit_s: float = _LIMIT_S) -> None:
@@ -67,15 +68,16 @@ def _end_of(process: subprocess.Popen[bytes], deadline: float) -> str:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        run(Path(directory), " ".join(sys.argv[1:]))
-        results = collect(Path(directory))
-        for outcome in results.slowest(1000):
-            print(f"{outcome.seconds:6.2f} s  {outcome.name} ({outcome.phase.value}, process {outcome.process})")
-            if outcome.error is not None:
-                print(outcome.error)
-        if not results.slowest(1):
-            print(results.log)
+    directory = Path(sys.argv[1])
+    directory.mkdir(parents=True)
+    run(directory, " ".join(sys.argv[2:]))
+    results = collect(directory)
+    for outcome in results.slowest():
+        print(f"{outcome.seconds:6.2f} s  {outcome.name} ({outcome.phase.value}, process {outcome.process})")
+        if outcome.error is not None:
+            print(outcome.error)
+    if not results.slowest():
+        print(results.log)
 
 
 if __name__ == "__main__":

@@ -93,6 +93,7 @@ class Results:
             raise AssertionError(f"scenario {name!r} ({phase.value}) has no result. The processes said:\n{self.log}")
         return [outcome.value for outcome in outcomes]
 
-    def slowest(self, count: int) -> list[Outcome]:
+    def slowest(self) -> list[Outcome]:
+        """All outcomes, the slowest first."""
         every = [outcome for outcomes in self._outcomes.values() for outcome in outcomes]
-        return sorted(every, key=lambda outcome: -outcome.seconds)[:count]
+        return sorted(every, key=lambda outcome: -outcome.seconds)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from checkpoints import FORMATS, load, save
-from job import SEVERAL_BUCKETS, Job, JobSpec, Layout
+from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, te_branches
 from registry import BOTH_WORLDS, Context, Phase, scenario
 from scenarios_training import FORMS, LAYOUTS, SMALL_CHUNK
 
@@ -21,14 +22,16 @@ class Resume(NamedTuple):
     layout: str
     forms: str
     iterations_before: int = BEFORE
+    optimizer: str = "ours"
+    with_te: bool = False
 
     @property
     def name(self) -> str:
-        when = f"after {self.iterations_before} iterations"
-        return f"resume, {self.kind}, {self.layout}, {self.forms}, {when}"
+        when = f"after {self.iterations_before} iterations{', TE' if self.with_te else ''}"
+        return f"resume {self.optimizer}, {self.kind}, {self.layout}, {self.forms}, {when}"
 
     def spec(self) -> JobSpec:
-        return JobSpec(forms=FORMS[self.forms], layout=LAYOUTS[self.layout], fraction=0.3)
+        return JobSpec(self.optimizer, FORMS[self.forms], LAYOUTS[self.layout], fraction=0.3)
 
 
 RESUMES = [
@@ -38,6 +41,11 @@ RESUMES = [
     *(Resume(kind, "empty rank", "remainders") for kind in ("fully_reshardable", "legacy")),
     *(Resume(kind, "several buckets", forms, 0) for kind in FORMATS for forms in ("fp32", "remainders")),
     *(Resume(kind, "dense and experts", "fp32", 0) for kind in ("dp_reshardable", "fully_reshardable")),
+    # Where TransformerEngine is installed, Megatron looks for step counts elsewhere; and there are two places to be in.
+    *(Resume(kind, "dense and experts", "fp32", with_te=True) for kind in FORMATS),
+    *(Resume(kind, "all overlapped", "remainders", BEFORE, "ours as FusedAdam", True) for kind in FORMATS),
+    Resume("dp_reshardable", "all overlapped", "remainders", 0, "ours", True),
+    Resume("dp_reshardable", "all overlapped", "fp32", 0, "ours as FusedAdam", True),
 ]
 
 
@@ -65,7 +73,8 @@ def place(context: Context, name: str) -> Path:
 def _resume(context: Context, case: Resume) -> dict[str, Any]:
     spec = case.spec()
     other = spec._replace(seed=2, fraction=1.0, chunk_bytes=SMALL_CHUNK)
-    return resume(Job(spec), Job(other), place(context, case.name), case)
+    with te_branches() if case.with_te else contextlib.nullcontext():
+        return resume(Job(spec), Job(other), place(context, case.name), case)
 
 
 for _case in RESUMES:

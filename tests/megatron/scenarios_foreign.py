@@ -1,0 +1,150 @@
+"""Checkpoints of other optimizers loaded by ours, ours by them, and ours stored in other forms."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from checkpoints import FORMATS, load, save
+from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, te_branches
+from registry import Context, Phase, scenario
+from scenarios_checkpoint import place
+from scenarios_training import FORMS
+
+_LAYOUT = Layout(bucket_size=SEVERAL_BUCKETS, overlap_grad_reduce=True)
+_TWO = (Phase.TWO_RANKS,)
+
+
+class Transfer(NamedTuple):
+    """One optimizer saves, another one loads; each with its forms."""
+
+    kind: str
+    writer: str
+    writer_forms: str
+    reader: str
+    reader_forms: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}, from {self.writer} ({self.writer_forms}) to {self.reader} ({self.reader_forms})"
+
+    @property
+    def with_te(self) -> bool:
+        """Whether Megatron has to take its branches for TransformerEngine: FusedAdam needs them; without them, Megatron
+        cannot load HybridDeviceOptimizer's state at all."""
+        return "FusedAdam" in (self.writer, self.reader) or self.reader == "hybrid"
+
+
+TRANSFERS = [
+    Transfer(kind, *ends)
+    for kind in FORMATS
+    for ends in (
+        ("hybrid", "fp32", "ours", "fp32"),
+        ("hybrid", "fp32", "ours", "remainders, bf16 moments"),
+        ("ours", "fp32", "hybrid", "fp32"),
+        ("ours", "remainders", "hybrid", "fp32"),
+        ("FusedAdam", "fp32", "ours", "fp32"),
+        ("ours", "remainders", "FusedAdam", "fp32"),
+        ("ours", "fp32", "ours", "remainders, bf16 moments"),
+        ("ours", "remainders, bf16 moments", "ours", "fp32"),
+    )
+]
+REMAINDER_FORMS = ("fp32", "remainders")
+FROM_REMAINDERS = [
+    Transfer(kind, "FusedAdam", "remainders", "ours", forms) for kind in FORMATS for forms in REMAINDER_FORMS
+]
+
+
+def _transfer(context: Context, case: Transfer) -> dict[str, Any]:
+    with te_branches() if case.with_te else contextlib.nullcontext():
+        # With several padded buckets, Megatron itself loses state of others in the fully_reshardable format.
+        layout = Layout() if case.kind == "fully_reshardable" and case.writer != "ours" else _LAYOUT
+        writer = Job(JobSpec(case.writer, FORMS[case.writer_forms], layout))
+        writer.train(3)
+        save(writer, place(context, case.name), case.kind)
+        reader = Job(JobSpec(case.reader, FORMS[case.reader_forms], layout, seed=2))
+        before = reader.snapshot()
+        try:
+            load(reader, place(context, case.name), case.kind)
+        except ValueError as error:
+            return {"refused": str(error), "before": before, "after": reader.snapshot()}
+        result = {"refused": None, "saved": writer.snapshot(), "loaded": reader.snapshot()}
+        result["groups"] = [
+            {key: value for key, value in group.items() if key != "params"}
+            for inner in reader.inners
+            for group in inner.param_groups
+            if case.reader == "ours"
+        ]
+        return {**result, "log": writer.train(2), "read log": reader.train(2)}
+
+
+for _case in (*TRANSFERS, *FROM_REMAINDERS):
+    scenario(_case.name, lambda context, case=_case: _transfer(context, case), _TWO)
+
+
+# -- what the files hold -----------------------------------------------------------------------------------------
+
+WRITTEN_FORMS = tuple(FORMS)
+
+
+def written_name(kind: str, forms: str) -> str:
+    return f"contents, {kind}, {forms}"
+
+
+def _written(context: Context, kind: str, forms: str) -> dict[str, Any]:
+    """The state of whole parameters as it is, and as a file has it that nobody but torch has read."""
+    job = Job(JobSpec(forms=FORMS[forms], layout=_LAYOUT))
+    job.train(3)
+    directory = place(context, written_name(kind, forms))
+    save(job, directory, kind)
+    if kind == "legacy":
+        found = _legacy_contents(job, torch.load(directory / "distrib_optim.pt", weights_only=False))
+    else:
+        from megatron.core import dist_checkpointing
+
+        found = _reshardable_contents(job, dist_checkpointing.load_plain_tensors(str(directory)))
+    return {"state": job.state(), "found": found}
+
+
+def _legacy_contents(job: Job, file: Any) -> dict[str, dict[str, torch.Tensor]]:
+    """Parameters cut out of the buffers that were gathered without the padding at the ends of buckets."""
+    names = {id(param): name for name, param in job.model.module.named_parameters()}
+    (buffer,) = job.model.buffers
+    (tensors,) = file[0].values()
+    skipped, starts = 0, {}
+    for bucket in buffer.buckets:
+        starts[bucket.bucket_id] = skipped
+        skipped += bucket.grad_data.numel() - bucket.numel_unpadded
+    return {
+        names[id(param)]: {
+            key: tensors[key][start - starts[bucket] : stop - starts[bucket]]
+            for key in ("exp_avg", "exp_avg_sq", "param")
+        }
+        for param, (start, stop, bucket) in buffer.param_index_map.items()
+    }
+
+
+def _reshardable_contents(job: Job, tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+    """Parameters under the names that the model gives them in checkpoints; those of all layers are one tensor."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    names = {id(param): name for name, param in job.model.module.named_parameters()}
+    found = {}
+    for sharded in job.model.module.sharded_state_dict().values():
+        if isinstance(sharded, ShardedTensor) and id(sharded.data) in names:
+            layer = sharded.global_offset[: sharded.prepend_axis_num]
+            found[names[id(sharded.data)]] = {
+                key: tensors[f"optimizer.state.{key}.{sharded.key}"][layer].reshape(-1)
+                for key in ("exp_avg", "exp_avg_sq", "param")
+            }
+    return found
+
+
+for _kind in ("fully_reshardable", "legacy"):
+    for _forms in WRITTEN_FORMS:
+        scenario(
+            written_name(_kind, _forms),
+            lambda context, kind=_kind, forms=_forms: _written(context, kind, forms),
+            _TWO,
+        )
