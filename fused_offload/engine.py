@@ -114,6 +114,8 @@ class Engine:
         """
         with record_function("FusedOffloadAdam::prefetch"):
             for device in dict.fromkeys(block.extent.layout.device for block in blocks):
+                if device == _CPU:
+                    continue
                 self._pipeline(device).prefetch([block for block in blocks if block.extent.layout.device == device])
 
     def cancel_prefetch(self) -> None:

@@ -86,8 +86,7 @@ class Stepper:
             used += block.nbytes
             if used > window_bytes:
                 break
-            if block.extent.layout.device.type == "cuda":
-                chosen.append(block)
+            chosen.append(block)
         self.engine.prefetch(chosen)
 
     def _views_version(self) -> int:
