@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from numbers import Integral, Real
+from typing import Literal
 
 MIB = 2**20
 
@@ -22,13 +23,14 @@ class OffloadConfig:
             memory and loses 5-7 % (measured on an H100 over PCIe 5).
         window_bytes: GPU bytes of state that may be prefetched under backward and written back under the next forward
             pass, by `FusedOffloadAdam.prefetch` or `FusedOffloadAdam.attach`. 0 streams everything within the step.
+            ``"auto"``: what activations have given back, as `FusedOffloadAdam.attach` learns.
         pin: page-lock the host memory. Without it copies go through the driver's bounce buffers and nothing overlaps.
     """
 
     fraction: float = 1.0
     chunk_bytes: int = 48 * MIB
     depth: int = 3
-    window_bytes: int = 0
+    window_bytes: int | Literal["auto"] = 0
     pin: bool = True
 
     def __post_init__(self) -> None:
@@ -38,7 +40,8 @@ class OffloadConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise ValueError(f"Invalid {name}: {value!r}, it should be an integer of at least 1")
-        if isinstance(self.window_bytes, bool) or not isinstance(self.window_bytes, Integral) or self.window_bytes < 0:
-            raise ValueError(f"Invalid window_bytes: {self.window_bytes!r}, it should be an integer of at least 0")
+        window = self.window_bytes
+        if window != "auto" and (isinstance(window, bool) or not isinstance(window, Integral) or window < 0):
+            raise ValueError(f"Invalid window_bytes: {window!r}, it should be an integer of at least 0, or 'auto'")
         if not isinstance(self.pin, bool):
             raise TypeError(f"Invalid pin: {self.pin!r}, it should be a bool")

@@ -118,6 +118,17 @@ class Engine:
                     continue
                 self._pipeline(device).prefetch([block for block in blocks if block.extent.layout.device == device])
 
+    def prefetch_seconds(self) -> float | None:
+        """How long the last prefetch took from its first to its last copy, once that is known."""
+        known = [
+            seconds for pipeline in self.pipelines.values() if (seconds := pipeline.prefetch_seconds()) is not None
+        ]
+        return max(known, default=None)
+
+    def allocated_bytes(self) -> int:
+        """GPU bytes that are allocated on the devices in use."""
+        return sum(torch.cuda.memory_allocated(device) for device in self.pipelines)
+
     def cancel_prefetch(self) -> None:
         """Drops what was prefetched."""
         for pipeline in self.pipelines.values():

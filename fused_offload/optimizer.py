@@ -20,6 +20,7 @@ from .arguments import (
     check_numerics,
     refuse_unknown,
 )
+from .attach import Attachment
 from .config import OffloadConfig
 from .kernels.forms import REMAINDER, Form
 from .mapping import StateMapping
@@ -136,6 +137,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self._store = StateStore(offload, self._hooks, self._forms_of)
         self._stepper = Stepper(offload, self._hooks, self._store)
         self._closed = False
+        self._attachment: Attachment | None = None
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -491,7 +493,37 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         Before there is state, and for parameters on the CPU, it does nothing.
         """
         self._check_usable()
-        self._stepper.prefetch(self.offload.window_bytes)
+        window = self.offload.window_bytes
+        if self._attachment is not None and self._attachment.budget_bytes is not None:
+            self._stepper.prefetch_more(self._attachment.budget_bytes)
+        elif window != "auto":
+            self._stepper.prefetch(window)
+
+    def attach(self, *models: torch.nn.Module, microbatches: int | None = None) -> Attachment:
+        """Prefetches from a model's own passes, so that the copies end when the last backward pass does.
+
+        Args:
+            *models: what the training loop calls for every microbatch; also modules that FSDP wraps.
+            microbatches: how often they are called before each step; by default as often as before the last one.
+
+        Returns:
+            What removes the hooks again (``detach()``). Attaching another model detaches the one before.
+
+        Raises:
+            ValueError: for microbatches below 1.
+        """
+        self._check_usable()
+        if self._attachment is not None:
+            self._attachment.detach()
+        self._attachment = Attachment(
+            self,
+            models,
+            microbatches=microbatches,
+            window_bytes=self.offload.window_bytes,
+            copy_seconds=self._stepper.window_seconds,
+            allocated_bytes=self._stepper.engine.allocated_bytes,
+        )
+        return self._attachment
 
     def cancel_prefetch(self) -> None:
         """Gives the memory of `prefetch` back without a step."""

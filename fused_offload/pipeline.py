@@ -273,9 +273,9 @@ class CudaOps:
         self.h2d = queues.h2d
         self.d2h = queues.d2h
 
-    def record(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+    def record(self, stream: torch.cuda.Stream, *, timing: bool = False) -> torch.cuda.Event:
         """Records a new event."""
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=timing)
         event.record(stream)
         return event
 
@@ -374,6 +374,9 @@ class Pipeline:
         self._write_backs = WriteBacks()
         self._computed: torch.cuda.Event | None = None
         self._warned_small_window = False
+        self._prefetch_began: torch.cuda.Event | None = None
+        self._prefetch_ended: torch.cuda.Event | None = None
+        self._prefetch_seconds: float | None = None
 
     @property
     def window(self) -> tuple[WindowBlock, ...]:
@@ -388,14 +391,25 @@ class Pipeline:
         """
         with self.locked():
             ops = CudaOps(self.queues)
-            for block in blocks:
-                if block in self._window:
-                    continue
+            missing = [block for block in blocks if block not in self._window]
+            if missing and not self._window:
+                ops.wait(ops.h2d, ops.record(ops.compute))  # the time that the device needs to get here is not its own
+                self._prefetch_began = ops.record(self.queues.h2d, timing=True)
+            for block in missing:
                 memory = self._window_memory(block.nbytes)
                 if memory is None:
-                    return
+                    break
                 memory.record_stream(self.queues.h2d)
                 self._window[block] = load_block(block, Slot(memory), ops, self._write_backs.of_block(block))
+            if missing:
+                self._prefetch_ended = ops.record(self.queues.h2d, timing=True)
+
+    def prefetch_seconds(self) -> float | None:
+        """How long the last prefetch took from its first to its last copy, once that is known."""
+        began, ended = self._prefetch_began, self._prefetch_ended
+        if began is not None and ended is not None and ended.query():
+            self._prefetch_seconds = began.elapsed_time(ended) / 1e3
+        return self._prefetch_seconds
 
     def _window_memory(self, nbytes: int) -> torch.Tensor | None:
         try:

@@ -89,6 +89,21 @@ class Stepper:
             chosen.append(block)
         self.engine.prefetch(chosen)
 
+    def prefetch_more(self, more_bytes: int) -> None:
+        """As `prefetch`, with a limit on what is loaded besides what is on its way.
+
+        Args:
+            more_bytes: GPU bytes.
+        """
+        self.prefetch(sum(block.nbytes for block in self.engine.window()) + more_bytes)
+
+    def window_seconds(self, assumed_bytes_per_s: float) -> float:
+        """How long the last window took to the GPU, or all state would take at an assumed rate."""
+        measured = self.engine.prefetch_seconds()
+        if measured is not None:
+            return measured
+        return sum(extent.nbytes for extent in self._store.extents() if extent.slab is not None) / assumed_bytes_per_s
+
     def _views_version(self) -> int:
         """Changes when somebody writes to state through a view that was handed out."""
         return self._store.views_version() if self.engine.window() else self._prefetched_version

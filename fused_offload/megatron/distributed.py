@@ -16,7 +16,7 @@ from .world import insert_bucket_padding, slices_unpadded_buffers
 _REFUSED_REMAINDERS = (
     "This checkpoint's optimizer state holds the 16-bit remainders of TransformerEngine's store_param_remainders under "
     "the name of the fp32 master weights, turned into floats. In the {format} format they were gathered without the "
-    "parameters that they belong to. Save it with store_param_remainders off (--no-store-param-remainders) or in the "
+    "parameters that they belong to. Save it with OptimizerConfig.store_param_remainders=False or in the "
     "dp_reshardable format, or load it with the optimizer that wrote it."
 )
 

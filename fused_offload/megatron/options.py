@@ -67,7 +67,8 @@ def options_of(config: Any, offload: OffloadConfig, numerics: str) -> AdamOption
 
     Args:
         config: Megatron's OptimizerConfig.
-        offload: chunks, depth and pinning; the fraction is Megatron's ``optimizer_offload_fraction``.
+        offload: chunks, depth and pinning; the fraction is Megatron's ``optimizer_offload_fraction``, and its
+            ``pin_cpu_params`` can switch pinning off.
         numerics: ``"ieee"`` or ``"te"``.
     """
     owns_masters = bool(config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
@@ -80,7 +81,11 @@ def options_of(config: Any, offload: OffloadConfig, numerics: str) -> AdamOption
         use_decoupled_grad=owns_masters,
         store_param_remainders=owns_masters and bool(config.store_param_remainders),
         numerics=numerics,
-        offload=dataclasses.replace(offload, fraction=float(config.optimizer_offload_fraction)),
+        offload=dataclasses.replace(
+            offload,
+            fraction=float(config.optimizer_offload_fraction),
+            pin=offload.pin and bool(getattr(config, "pin_cpu_params", True)),
+        ),
     )
 
 

@@ -1,0 +1,142 @@
+"""Starts the prefetch of the window from a model's own forward and backward passes."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+_ASSUMED_BYTES_PER_S = 40e9  # until a prefetch was timed
+_MARGIN = 1.25  # of the time that the copies need: beside forward and backward they are slower than alone
+_SMALLEST_SHARE = 1 / 256  # parameters below this share of the model give no occasion to look at memory
+
+
+class Prefetching(Protocol):
+    """What `Attachment` asks of an optimizer."""
+
+    def prefetch(self) -> None:
+        """Starts or continues the prefetch."""
+
+    def cancel_prefetch(self) -> None:
+        """Drops it."""
+
+    def register_step_post_hook(self, hook: Callable[..., None]) -> Any:
+        """Calls ``hook`` after each step."""
+
+
+class Attachment:
+    """Watches a model's microbatches, and prefetches so that the copies end when backward does.
+
+    A fixed window is prefetched as one, at the beginning of the microbatch that leaves enough time. With ``"auto"`` it
+    grows during the backward pass of the last microbatch, into memory that activations have given back: never beyond
+    what one iteration without it took.
+
+    Attributes:
+        budget_bytes: GPU bytes that the window may take now, or None for what the configuration says.
+    """
+
+    def __init__(
+        self,
+        optimizer: Prefetching,
+        models: Sequence[torch.nn.Module],
+        *,
+        microbatches: int | None,
+        window_bytes: int | str,
+        copy_seconds: Callable[[float], float],
+        allocated_bytes: Callable[[], int],
+    ) -> None:
+        """Registers hooks.
+
+        Args:
+            optimizer: whose prefetch is started.
+            models: what the training loop calls for every microbatch; all calls count.
+            microbatches: how often they are called before each step, or None to go by the step before.
+            window_bytes: as in OffloadConfig.
+            copy_seconds: how long the window takes to the GPU, given the rate to assume until that was measured.
+            allocated_bytes: GPU bytes that are allocated now.
+        """
+        if microbatches is not None and (
+            isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
+        ):
+            raise ValueError(f"Invalid microbatches: {microbatches!r}, it should be an integer of at least 1 or None")
+        self.budget_bytes: int | None = 0 if window_bytes == "auto" else None
+        self._optimizer = optimizer
+        self._given = microbatches is not None
+        self._microbatches = microbatches or 1
+        self._copy_seconds = copy_seconds
+        self._allocated_bytes = allocated_bytes
+        self._seen = 0
+        self._steps = 0
+        self._began: float | None = None
+        self._iteration_seconds: float | None = None
+        self._peak_bytes = 0
+        self._warned = False
+        self._handles = [optimizer.register_step_post_hook(self._stepped)]
+        self._handles += [model.register_forward_pre_hook(self._forward_begins) for model in models]
+        if window_bytes == "auto":
+            self._handles += [
+                param.register_post_accumulate_grad_hook(self._grad_is_ready) for param in _large_params(models)
+            ]
+
+    def detach(self) -> None:
+        """Removes the hooks. The optimizer streams within its steps again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._optimizer.cancel_prefetch()
+
+    def _forward_begins(self, module: torch.nn.Module, _: Any) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return  # an evaluation
+        if self._given and self._seen >= self._microbatches:
+            self.begin_iteration()  # no step came: it was skipped
+        self._seen += 1
+        if self._seen == 1:
+            now = time.perf_counter()
+            if self._began is not None:
+                self._iteration_seconds = now - self._began
+            self._began = now
+        if self.budget_bytes is None and self._seen > self._microbatches - self._lead():
+            self._optimizer.prefetch()
+
+    def begin_iteration(self) -> None:
+        """Forgets the microbatches of an iteration that ends without a step, and what was prefetched for it."""
+        self._optimizer.cancel_prefetch()
+        self._seen = 0
+
+    def _lead(self) -> int:
+        """Microbatches that the copies need."""
+        if self._iteration_seconds is None:
+            return 1
+        needed = _MARGIN * self._copy_seconds(_ASSUMED_BYTES_PER_S)
+        return max(1, math.ceil(needed / (self._iteration_seconds / self._microbatches)))
+
+    def _grad_is_ready(self, _: torch.Tensor) -> None:
+        if self._steps == 1:  # the first iteration after there is state, and still without a window
+            self._peak_bytes = max(self._peak_bytes, self._allocated_bytes())
+        elif self._steps > 1 and self._seen >= self._microbatches:
+            self.budget_bytes = self._peak_bytes - self._allocated_bytes()
+            self._optimizer.prefetch()
+
+    def _stepped(self, *_: Any) -> None:
+        if self._given and self._seen != self._microbatches and self._steps > 1 and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"attach(microbatches={self._microbatches}), but the model was called {self._seen} times before a "
+                "step, so the prefetch starts at the wrong time. The results are the same.",
+                stacklevel=2,
+            )
+        if not self._given and self._seen:
+            self._microbatches = self._seen
+        self._seen = 0
+        self._steps += 1
+
+
+def _large_params(models: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    params = [param for model in models for param in model.parameters() if param.requires_grad]
+    total = sum(param.numel() for param in params)
+    return [param for param in params if param.numel() >= total * _SMALLEST_SHARE]

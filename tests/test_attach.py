@@ -1,0 +1,185 @@
+"""When an attached model starts the prefetch, on a clock and an allocator of the test's own."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from fused_offload import FusedOffloadAdam, OffloadConfig, attach
+from fused_offload.attach import Attachment
+
+
+class FakeOptimizer:
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.attachment: Attachment | None = None
+        self.hooks: list[Any] = []
+
+    def prefetch(self) -> None:
+        assert self.attachment is not None
+        budget = self.attachment.budget_bytes
+        self.events.append("prefetch" if budget is None else f"prefetch {budget}")
+
+    def cancel_prefetch(self) -> None:
+        self.events.append("cancel")
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        self.hooks.append(hook)
+        return self
+
+    def remove(self) -> None:
+        self.hooks.clear()
+
+    def step(self) -> None:
+        self.events.append("step")
+        for hook in self.hooks:
+            hook(self, (), {})
+
+
+class Loop:
+    """A training loop of microbatches that take ``microbatch_s`` each, with copies that take ``copy_s``."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, *, copy_s: float = 0.5, window: int | str = 1, **attach_to: Any
+    ) -> None:
+        self.now, self.allocated = 0.0, 1000
+        monkeypatch.setattr(attach.time, "perf_counter", lambda: self.now)
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        self.optimizer = FakeOptimizer()
+        self.optimizer.attachment = Attachment(
+            self.optimizer,
+            [self.model],
+            microbatches=attach_to.get("microbatches"),
+            window_bytes=window,
+            copy_seconds=lambda _: copy_s,
+            allocated_bytes=lambda: self.allocated,
+        )
+
+    def microbatch(self) -> None:
+        output = self.model(torch.ones(1, 4))
+        self.optimizer.events.append("forward")
+        output.sum().backward()
+        self.now += 1.0
+
+    def iteration(self, microbatches: int, *, step: bool = True) -> list[str]:
+        """What happened: ``F`` and ``P`` for forward and prefetch, in order."""
+        self.optimizer.events.clear()
+        for _ in range(microbatches):
+            self.microbatch()
+        if step:
+            self.optimizer.step()
+        return list(self.optimizer.events)
+
+
+@pytest.mark.parametrize(("copy_s", "lead"), [(0.1, 1), (0.79, 1), (0.81, 2), (2.0, 3), (9.0, 4)])
+@pytest.mark.parametrize("given", [4, None])
+def test_the_prefetch_starts_as_late_as_the_copies_allow(
+    copy_s: float, lead: int, given: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop(monkeypatch, copy_s=copy_s, microbatches=given)
+    for _ in range(3):
+        events = loop.iteration(4)
+    first = events.index("prefetch")
+    assert events[:first].count("forward") == 4 - lead
+    assert events[-1] == "step"
+
+
+def test_more_microbatches_than_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch)
+    for count in (2, 2, 5):
+        loop.iteration(count)
+    events = loop.iteration(5)
+    assert events[: events.index("prefetch")].count("forward") == 4
+
+
+def test_a_step_that_never_comes_gives_the_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, microbatches=2)
+    loop.iteration(2)
+    assert "prefetch" in loop.iteration(2, step=False)
+    assert loop.iteration(2)[0] == "cancel"
+
+
+def test_evaluation_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, microbatches=1)
+    loop.iteration(1)
+    loop.optimizer.events.clear()
+    with torch.no_grad():
+        loop.model(torch.ones(1, 4))
+    loop.model.eval()
+    loop.model(torch.ones(1, 4))
+    assert loop.optimizer.events == []
+
+
+def test_a_wrong_count_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, microbatches=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop.iteration(2)
+        loop.iteration(2)
+    with pytest.warns(UserWarning, match=r"microbatches=4.* 2 times"):
+        loop.iteration(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop.iteration(2)
+
+
+def test_auto_grows_into_what_activations_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, window="auto", microbatches=2)
+    loop.iteration(2)  # there is no state yet
+    assert "prefetch" not in " ".join(loop.iteration(2))  # learns that a backward pass begins at 1000 bytes
+    loop.allocated = 400
+    events = loop.iteration(2)
+    assert [event for event in events if event != "forward"] == ["prefetch 600"] * 4 + ["step"]
+    assert events[:2] == ["forward", "forward"]  # in the last microbatch only
+    loop.allocated = 1200
+    assert "prefetch -200" in loop.iteration(2)  # which loads nothing
+
+
+def test_detached_is_detached(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, window="auto")
+    assert loop.optimizer.attachment is not None
+    loop.optimizer.attachment.detach()
+    assert loop.optimizer.events == ["cancel"]
+    loop.model(torch.ones(1, 4)).sum().backward()
+    assert loop.optimizer.events == ["cancel"]
+    assert loop.optimizer.hooks == []
+
+
+@pytest.mark.parametrize("microbatches", [0, -1, True, 1.5, "2"])
+def test_microbatches_are_checked(microbatches: Any) -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="microbatches"):
+        FusedOffloadAdam(model.parameters()).attach(model, microbatches=microbatches)
+
+
+@pytest.mark.parametrize("window", [0, 2**20, "auto"])
+def test_on_the_cpu_it_changes_nothing(window: Any) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    twin = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    twin.load_state_dict(model.state_dict())
+    optimizer = FusedOffloadAdam(model.parameters(), lr=0.1, offload=OffloadConfig(window_bytes=window))
+    other = FusedOffloadAdam(twin.parameters(), lr=0.1)
+    first = optimizer.attach(model)
+    second = optimizer.attach(model, microbatches=2)
+    assert first is not second
+    optimizer.prefetch()
+    for _ in range(4):
+        for net, opt in ((model, optimizer), (twin, other)):
+            for batch in range(2):
+                (net(torch.full((3, 8), 0.1 + batch)) ** 2).sum().backward()
+            opt.step()
+            opt.zero_grad()
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b)
+    optimizer.cancel_prefetch()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("window", [-1, True, 1.5, "all", None])
+def test_window_bytes_are_checked(window: Any) -> None:
+    with pytest.raises(ValueError, match="window_bytes"):
+        OffloadConfig(window_bytes=window)
