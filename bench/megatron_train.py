@@ -46,6 +46,7 @@ FORMS: dict[str, dict[str, Any]] = {
     },
 }
 HYBRID = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True}
+ALL = 2**50
 ADAM = {"use_precision_aware_optimizer": True}
 
 
@@ -73,6 +74,9 @@ def all_cases() -> dict[str, Case]:
         cases[f"offload-{name}"] = Case({**HYBRID, **form, "optimizer_offload_fraction": 1.0})
         cases[f"te-{name}"] = Case({**ADAM, **form}, ours=False)
         cases[f"te-place-{name}"] = Case({**ADAM, **form})
+        for share, window in (("window", ALL), ("auto", "auto")):
+            config = {**HYBRID, **form, "optimizer_offload_fraction": 1.0}
+            cases[f"offload-{name}-{share}"] = Case(config, offload=OffloadConfig(window_bytes=window))  # type: ignore[arg-type]
     for name, overlap in (("hybrid", False), ("hybrid-overlap", True)):
         config = {**HYBRID, "optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d": overlap}
         cases[name] = Case(config, ours=False, iterations=5)
@@ -201,34 +205,42 @@ def train(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
     losses, norms, peaks, iteration_ms = [], [], [], []
     step_ms: list[float] = []
     iterations = min(case.iterations or args.iterations, args.iterations)
-    with timed_steps(optimizer, step_ms):
+    with timed_steps(optimizer, step_ms) if args.sync_iterations else contextlib.nullcontext():
+        torch.cuda.synchronize()
         for iteration in range(iterations):
             torch.cuda.reset_peak_memory_stats()
-            torch.cuda.synchronize()
+            if args.sync_iterations:
+                torch.cuda.synchronize()
             start = time.perf_counter()
-            tokens = tokens_of(iteration, args)
             model.zero_grad_buffer()
             optimizer.zero_grad()
-            loss = model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous()).mean()
-            loss.backward()
+            for microbatch in range(args.microbatches):
+                last = microbatch == args.microbatches - 1
+                tokens = tokens_of(iteration * args.microbatches + microbatch, args)
+                with contextlib.nullcontext() if last else model.no_sync():
+                    loss = model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous()).mean()
+                    loss.backward()
             model.finish_grad_sync()
             _, norm, _ = optimizer.step()
-            torch.cuda.synchronize()
+            if args.sync_iterations:
+                torch.cuda.synchronize()
             iteration_ms.append((time.perf_counter() - start) * 1e3)
-            losses.append(float(loss))
-            norms.append(float(norm))
+            losses.append(loss.detach())
+            norms.append(norm)
             peaks.append(torch.cuda.max_memory_allocated())
             del loss
+        torch.cuda.synchronize()
     result: dict[str, Any] = {
         "case": name,
         "inner": type(inners(optimizer)[0]).__name__,
         "param_numel": sum(param.numel() for param in model.parameters()),
-        "losses": losses,
-        "grad_norms": norms,
+        "losses": [float(loss) for loss in losses],
+        "grad_norms": [float(norm) for norm in norms],
         "peak_bytes": peaks,
         "iteration_ms": iteration_ms,
         "step_ms": step_ms,
-        "median_step_ms": statistics.median(step_ms[2:] or step_ms),
+        "median_step_ms": statistics.median(step_ms[2:] or step_ms or [0.0]),
+        "median_iteration_ms": statistics.median(iteration_ms[4:] or iteration_ms),
         "params_checksum": checksum(list(model.parameters())),
     }
     if not name.startswith("hybrid"):
@@ -238,7 +250,7 @@ def train(name: str, case: Case, args: argparse.Namespace) -> dict[str, Any]:
         result["host_bytes"] = sum(sum(report.host_bytes.values()) for report in reports)
         result["resident_bytes"] = sum(sum(report.resident_bytes.values()) for report in reports)
         result["ring_bytes"] = max(report.ring_bytes for report in reports)
-        if name.startswith("offload"):
+        if name.startswith("offload") and args.sync_iterations:
             result |= against_copies(optimizer)
         close(optimizer)
     del model, optimizer
@@ -305,6 +317,13 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=32000)
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=1)
+    parser.add_argument(
+        "--no-sync-iterations",
+        dest="sync_iterations",
+        action="store_false",
+        help="let iterations overlap as in training: times whole iterations, not the step",
+    )
     parser.add_argument("--numerics", choices=("ieee", "te"), default=None)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -323,7 +342,9 @@ def main() -> None:
             results["machine"] = machine_facts()
             args.results.parent.mkdir(parents=True, exist_ok=True)
             args.results.write_text(json.dumps(results, indent=1) + "\n")
-            summary = results["failed"].get(name) or f"{result['median_step_ms']:.1f} ms a step"
+            summary = results["failed"].get(name) or (
+                f"{result['median_step_ms']:.1f} ms a step, {result['median_iteration_ms']:.1f} an iteration"
+            )
             print(f"{name}: {summary}", flush=True)
     torch.distributed.destroy_process_group()
 

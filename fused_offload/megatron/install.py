@@ -26,6 +26,7 @@ from .options import (
     takes_hybrid_place,
     warn_if_nothing_moves,
 )
+from .overlap import Overlap
 from .places import FusedAdamPlaceAdam, Settings, building, hybrid_place, methods_that_name
 from .te_check import warn_where_bits_differ
 
@@ -216,7 +217,12 @@ def adapt(optimizer: Any, layout: Layout) -> None:
     if inner is not None:
         inner.reserve_gpu_memory()
     distributed = inner is not None and isinstance(optimizer, layout.distrib.DistributedOptimizer)
-    setattr(optimizer, _ADAPTED, (Lifecycle(optimizer), DistributedHooks(optimizer, layout) if distributed else None))
+    hooks: list[Any] = [Lifecycle(optimizer)]
+    if inner is not None and distributed:
+        hooks.append(DistributedHooks(optimizer, layout))
+        if inner.offload.window_bytes:
+            hooks.append(Overlap(optimizer, inner))
+    setattr(optimizer, _ADAPTED, hooks)
 
 
 def _announce(inner: MegatronAdam, layout: Layout) -> None:

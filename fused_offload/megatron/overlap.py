@@ -1,0 +1,57 @@
+"""Prefetches the window of a Megatron optimizer under backward, whatever schedule runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from fused_offload.attach import Attachment
+
+from .adam import MegatronAdam
+
+
+class Overlap:
+    """Starts the prefetch from the forward passes of the model chunks, at the latest when gradients are reduced.
+
+    Forward passes are counted per rank and step, which holds for pipeline schedules, virtual stages and any number of
+    microbatches. The reduction of the last microbatch's gradients is the fallback, for the first steps and for loops
+    that call the chunks in another way; it is seen at the bucket groups and at ``finish_grad_sync``, since frameworks
+    overwrite ``finalize_model_grads_func``.
+    """
+
+    def __init__(self, distributed: Any, inner: MegatronAdam) -> None:
+        """Wraps methods of the model chunks and their bucket groups, and ``zero_grad`` of the optimizer.
+
+        Args:
+            distributed: a DistributedOptimizer.
+            inner: its inner optimizer, whose configuration has a window.
+        """
+        self._inner = inner
+        self._attachment: Attachment = inner.attach(*distributed.model_chunks)
+        for chunk in distributed.model_chunks:
+            chunk.finish_grad_sync = self._after_prefetch(chunk.finish_grad_sync, lambda: True)
+            groups = [*getattr(chunk, "bucket_groups", []), *getattr(chunk, "expert_parallel_bucket_groups", [])]
+            for group in groups:
+                group.start_grad_sync = self._after_prefetch(group.start_grad_sync, functools.partial(_is_last, group))
+        zero_grad = distributed.zero_grad
+
+        @functools.wraps(zero_grad)
+        def begin_iteration(*args: Any, **kwargs: Any) -> Any:
+            self._attachment.begin_iteration()  # the last iteration may have ended without a step
+            return zero_grad(*args, **kwargs)
+
+        distributed.zero_grad = begin_iteration
+
+    def _after_prefetch(self, method: Callable[..., Any], is_last: Callable[[], bool]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def prefetch_first(*args: Any, **kwargs: Any) -> Any:
+            if self._attachment.budget_bytes is None and is_last():
+                self._inner.prefetch()
+            return method(*args, **kwargs)
+
+        return prefetch_first
+
+
+def _is_last(bucket_group: Any) -> bool:
+    return bool(getattr(bucket_group, "is_last_microbatch", True))
