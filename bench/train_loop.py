@@ -117,14 +117,14 @@ def train(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         model = Gpt(args).bfloat16()
     params = list(model.parameters())
     numel = sum(param.numel() for param in params)
-    optimizer = None
+    optimizer = attachment = None
     if case.form is not None:
         config = case.config or OffloadConfig()
         if case.half:
             config = OffloadConfig(window_bytes=numel * int(case.form[:-1]) // 2)
         optimizer = FusedOffloadAdam(params, lr=1e-4, weight_decay=0.1, offload=config, **FORMS[case.form])
         if config.window_bytes:
-            optimizer.attach(model, microbatches=case.microbatches)
+            attachment = optimizer.attach(model, microbatches=case.microbatches)
     tokens = torch.randint(0, args.vocab, (args.batch, args.length + 1), device="cuda")
     window = []
     for iteration in range(args.warmup + args.iterations):
@@ -150,6 +150,8 @@ def train(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "window_bytes": window,
     }
     if optimizer is not None:
+        if attachment is not None:
+            attachment.detach()
         report = optimizer.memory_report()
         result |= {"host_bytes": sum(report.host_bytes.values()), "ring_bytes": report.ring_bytes}
         result["prefetch_seconds"] = optimizer._stepper.engine.prefetch_seconds()

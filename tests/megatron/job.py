@@ -296,15 +296,13 @@ class Job:
         return {name: param.detach().clone() for name, param in self.model.module.named_parameters()}
 
     def shards(self) -> Iterator[Shard]:
+        """This rank's part of every parameter, as the inner optimizers' groups have it."""
         names = {id(param): name for name, param in self.model.module.named_parameters()}
         for child in self.children:
             if child.is_stub_optimizer:  # all its parameters are frozen
                 continue
-            own = child.shard_float16_groups
-            if not child.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-                own = child.shard_fp32_from_float16_groups
-            for model_group, group in zip(child.model_float16_groups, own, strict=True):
-                for model_param, param in zip(model_group, group, strict=True):
+            for model_group, group in zip(child.model_float16_groups, child.optimizer.param_groups, strict=True):
+                for model_param, param in zip(model_group, group["params"], strict=True):
                     place = child._get_model_param_range_map(model_param)["param"]
                     yield Shard(names[id(model_param)], model_param, param, place.start, place.end, child.optimizer)
 

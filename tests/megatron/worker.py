@@ -16,7 +16,14 @@ import stand_in
 import torch
 from registry import Context, Outcome, Phase
 
-MODULES = ("scenarios_training", "scenarios_checkpoint", "scenarios_foreign")
+MODULES = (
+    "scenarios_training",
+    "scenarios_checkpoint",
+    "scenarios_foreign",
+    "scenarios_lifecycle",
+    "scenarios_reload",
+    "scenarios_skips",
+)
 _PATIENCE = timedelta(seconds=60)
 """How long a rank waits for the other one, which may be compiling, importing or writing a checkpoint."""
 
