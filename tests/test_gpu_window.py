@@ -211,7 +211,8 @@ def test_memory_of_the_window_is_given_back() -> None:
     optimizer.synchronize()
     before = torch.cuda.memory_allocated()
     optimizer.prefetch()
-    assert 3 * MIB <= torch.cuda.memory_allocated() - before <= 12 * MIB
+    # Where what would be left of a cached block is below 1 MiB, torch's allocator hands that out with it.
+    assert 3 * MIB <= torch.cuda.memory_allocated() - before <= 12 * MIB + 4 * MIB
     optimizer.step()
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == before
