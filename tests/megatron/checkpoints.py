@@ -25,6 +25,18 @@ def save(job: Job, directory: Path, kind: str) -> None:
     torch.distributed.barrier()
 
 
+def start_saving(job: Job, directory: Path, kind: str) -> Any:
+    """As ``--async-save`` does: what is returned writes the checkpoint whenever ``execute_sync`` of it is called."""
+    from megatron.core import dist_checkpointing
+
+    if job.rank == 0:
+        directory.mkdir(parents=True)
+    torch.distributed.barrier()
+    job.weights()
+    state = _sharded_state_dict(job, kind, is_loading=False)
+    return dist_checkpointing.save(state, str(directory), async_sharded_save=True, async_strategy="mcore")
+
+
 def load(job: Job, directory: Path, kind: str) -> None:
     """Takes over model, optimizer and schedule."""
     if kind == "legacy":

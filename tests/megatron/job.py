@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from reference_optimizer import Forms, ReferenceAdam
@@ -48,6 +48,7 @@ class JobSpec(NamedTuple):
     fraction: float = 1.0
     chunk_bytes: int = 48 * 2**20
     depth: int = 3
+    window_bytes: int | Literal["auto"] = 0
     dtype: torch.dtype = torch.bfloat16
     lr: float = 1e-2
     seed: int = 1
@@ -204,7 +205,7 @@ def build_optimizer(spec: JobSpec, model: Any) -> Any:
 
     import fused_offload.megatron as fom
 
-    offload = OffloadConfig(chunk_bytes=spec.chunk_bytes, depth=spec.depth)
+    offload = OffloadConfig(chunk_bytes=spec.chunk_bytes, depth=spec.depth, window_bytes=spec.window_bytes)
     if spec.optimizer == "ours":
         place: Any = fom.installed(offload=offload)
     elif spec.optimizer == "ours as FusedAdam":

@@ -6,11 +6,12 @@ import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from checkpoints import FORMATS, load, save
+from checkpoints import FORMATS, load, save, start_saving
 from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, te_branches
 from registry import BOTH_WORLDS, Context, Phase, scenario
 from scenarios_training import FORMS, LAYOUTS, SMALL_CHUNK
 
+_PADDED = Layout(bucket_size=SEVERAL_BUCKETS, overlap_grad_reduce=True)
 BEFORE, AFTER = 3, 3
 """Iterations before the save and after it."""
 
@@ -81,10 +82,39 @@ for _case in RESUMES:
     scenario(_case.name, lambda context, case=_case: _resume(context, case))
 
 
+# -- training while a checkpoint is written ----------------------------------------------------------------------
+
+WRITTEN_LATER = [(kind, forms) for kind in ("dp_reshardable", "fully_reshardable") for forms in FORMS]
+
+
+def written_later_name(kind: str, forms: str) -> str:
+    return f"written later, {kind}, {forms}"
+
+
+def _written_later(context: Context, kind: str, forms: str) -> dict[str, Any]:
+    spec = JobSpec(forms=FORMS[forms], layout=_PADDED, fraction=0.5)
+    job, other = Job(spec), Job(spec._replace(seed=2))
+    job.train(2)
+    directory = place(context, written_later_name(kind, forms))
+    request = start_saving(job, directory, kind)
+    saved = job.snapshot()
+    job.train(2)
+    request.execute_sync()
+    load(other, directory, kind)
+    return {"saved": saved, "meanwhile": job.snapshot(), "loaded": other.snapshot()}
+
+
+for _kind, _forms in WRITTEN_LATER:
+    scenario(
+        written_later_name(_kind, _forms),
+        lambda context, kind=_kind, forms=_forms: _written_later(context, kind, forms),
+        phases=(Phase.TWO_RANKS,),
+    )
+
+
 # -- other numbers of ranks --------------------------------------------------------------------------------------
 
 RESHARDED_FORMS = ("fp32", "remainders")
-_PADDED = Layout(bucket_size=SEVERAL_BUCKETS, overlap_grad_reduce=True)
 RESHARDED = [(kind, forms) for kind in FORMATS for forms in RESHARDED_FORMS]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from job import SEVERAL_BUCKETS, Job, JobSpec, Layout
@@ -40,10 +40,13 @@ class Case(NamedTuple):
     fraction: float = 1.0
     chunk_bytes: int = 48 * 2**20
     depth: int = 3
+    window_bytes: int | Literal["auto"] = 0
 
     @property
     def name(self) -> str:
         size = f"{self.fraction} of it in chunks of {self.chunk_bytes}, {self.depth} deep"
+        if self.window_bytes:
+            size += f", window {self.window_bytes}"
         return f"{self.layout}, {self.forms}, {size}"
 
     @property
@@ -51,7 +54,15 @@ class Case(NamedTuple):
         return f"{self.layout}, {self.forms}, reference"
 
     def spec(self, optimizer: str) -> JobSpec:
-        return JobSpec(optimizer, FORMS[self.forms], LAYOUTS[self.layout], self.fraction, self.chunk_bytes, self.depth)
+        return JobSpec(
+            optimizer,
+            FORMS[self.forms],
+            LAYOUTS[self.layout],
+            self.fraction,
+            self.chunk_bytes,
+            self.depth,
+            self.window_bytes,
+        )
 
 
 CASES = [
@@ -61,6 +72,8 @@ CASES = [
         for fraction, chunk_bytes in ((0.0, 48 * 2**20), (0.3, SMALL_CHUNK), (1.0, SMALL_CHUNK), (1.0, 48 * 2**20))
     ),
     *(Case("dense and experts", forms, 0.3) for forms in FORMS),
+    Case("dense and experts", "remainders", 1.0, SMALL_CHUNK, window_bytes=60000),
+    Case("all overlapped", "fp32", window_bytes="auto"),
     Case("one bucket", "fp32", 0.3, depth=1),
     Case("one bucket", "remainders", 1.0, 40000, depth=2),
     Case("several buckets", "remainders, bf16 moments", 1.0, SMALL_CHUNK),

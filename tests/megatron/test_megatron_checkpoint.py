@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from comparison import assert_same, whole_state
 from registry import BOTH_WORLDS, Phase, Results
-from scenarios_checkpoint import AFTER, RESHARDED, RESUMES, Resume, resharded_name
+from scenarios_checkpoint import (
+    AFTER,
+    RESHARDED,
+    RESUMES,
+    WRITTEN_LATER,
+    Resume,
+    resharded_name,
+    written_later_name,
+)
 
 WORLDS = pytest.mark.parametrize("phase", BOTH_WORLDS, ids=lambda phase: phase.value)
 CASES = pytest.mark.parametrize("case", RESUMES, ids=lambda case: case.name)
@@ -52,6 +61,14 @@ def test_buckets_before_the_last_one_have_padding(results: Results, phase: Phase
     case = next(case for case in RESUMES if (case.kind, case.layout) == ("fully_reshardable", "all overlapped"))
     for run in results.ranks(case.name, phase):
         assert sum(padded > unpadded for padded, unpadded in run["buckets"][:-1]) > 1
+
+
+@pytest.mark.parametrize(("kind", "forms"), WRITTEN_LATER)
+def test_what_is_written_later_is_the_state_at_the_save(results: Results, kind: str, forms: str) -> None:
+    for rank, run in enumerate(results.ranks(written_later_name(kind, forms), Phase.TWO_RANKS)):
+        assert_same(run["loaded"], run["saved"], f"rank {rank}")
+        for name, shard in run["meanwhile"]["state"].items():
+            assert not torch.equal(shard.values["exp_avg"], run["saved"]["state"][name].values["exp_avg"])
 
 
 @pytest.mark.parametrize(("kind", "forms"), RESHARDED)

@@ -17,6 +17,7 @@ import torch
 from registry import Context, Outcome, Phase
 
 MODULES = (
+    "scenarios_install",
     "scenarios_training",
     "scenarios_checkpoint",
     "scenarios_foreign",

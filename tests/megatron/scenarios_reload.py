@@ -1,0 +1,153 @@
+"""Weights that are loaded into a model whose optimizer exists already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from checkpoints import load, save
+from job import Job, JobSpec
+from reference_optimizer import ReferenceAdam
+from registry import Context, Phase, scenario
+from scenarios_checkpoint import place
+from scenarios_training import FORMS, LAYOUTS
+from walkers import REFRESHES, bridge_syncs_masters, masters_are_refreshed_twice, megatron_reloads_masters
+
+from fused_offload.kernels.forms import join_remainder
+
+RELOADED_FORMS = ("fp32", "remainders")
+_TWO = (Phase.TWO_RANKS,)
+
+
+def _job(optimizer: str, forms: str, seed: int) -> Job:
+    return Job(JobSpec(optimizer, FORMS[forms], LAYOUTS["dense and experts"], fraction=0.5, seed=seed))
+
+
+def _take_weights(job: Job, weights: dict[str, torch.Tensor]) -> None:
+    job.weights()  # no gather may be in flight that would bring the old ones back
+    with torch.no_grad():
+        for name, param in job.model.module.named_parameters():
+            param.copy_(weights[name])
+
+
+def _nothing(job: Job) -> None: ...
+
+
+# -- before the first step ---------------------------------------------------------------------------------------
+
+EARLY: tuple[Callable[[Job], None], ...] = (_nothing, *REFRESHES)
+
+
+def early_name(how: Callable[[Job], None] | None, forms: str) -> str:
+    return f"weights before the first step, {how.__name__.strip('_') if how else 'there from the start'} ({forms})"
+
+
+def _loaded_early(how: Callable[[Job], None], forms: str) -> dict[str, Any]:
+    job, donor = _job("ours", forms, 1), _job("stock", forms, 2)
+    for inner in job.inners:
+        inner.dummy_step()  # memory for state is there, as after a load of a checkpoint without optimizer
+    _take_weights(job, donor.weights())
+    how(job)
+    return {"log": job.train(3), **job.snapshot()}
+
+
+def _there_from_the_start(forms: str) -> dict[str, Any]:
+    job = _job("reference", forms, 2)
+    return {"log": job.train(3), **job.snapshot()}
+
+
+for _forms in RELOADED_FORMS:
+    scenario(early_name(None, _forms), lambda context, forms=_forms: _there_from_the_start(forms), _TWO)
+    for _how in EARLY:
+        scenario(early_name(_how, _forms), lambda context, how=_how, forms=_forms: _loaded_early(how, forms), _TWO)
+
+
+# -- later -------------------------------------------------------------------------------------------------------
+
+
+def late_name(how: Callable[[Job], None] | None, forms: str) -> str:
+    return f"weights after three steps, {how.__name__ if how else 'reference'} ({forms})"
+
+
+def _loaded_late(how: Callable[[Job], None] | None, forms: str) -> dict[str, Any]:
+    """The reference's masters are made to fit the weights by hand."""
+    job, donor = _job("ours" if how else "reference", forms, 1), _job("stock", forms, 2)
+    job.train(3)
+    _take_weights(job, donor.weights())
+    before = job.snapshot()
+    if how is not None:
+        how(job)
+    else:
+        _fit_masters(job)
+    return {"before": before, "after": job.snapshot(), "log": job.train(3), "end": job.snapshot()}
+
+
+def _fit_masters(job: Job) -> None:
+    """A master becomes the parameter where that is not its rounding. A remainder stays unless it turns the parameter
+    into NaN, as a negative one does to zero."""
+    for shard in job.shards():
+        assert isinstance(shard.inner, ReferenceAdam)
+        master = shard.inner.state[shard.param]["master_param"]
+        if master.dtype == torch.int16:
+            master[join_remainder(shard.param, master).isnan()] = 0
+        else:
+            master.copy_(torch.where(master.to(shard.param.dtype) == shard.param, master, shard.param.float()))
+
+
+for _forms in RELOADED_FORMS:
+    for _late in (None, *REFRESHES):
+        scenario(late_name(_late, _forms), lambda context, how=_late, forms=_forms: _loaded_late(how, forms), _TWO)
+
+
+# -- after a real resume -----------------------------------------------------------------------------------------
+
+
+def _resumed(context: Context, forms: str) -> dict[str, Any]:
+    """Megatron-Bridge refreshes masters after every load."""
+    job, other = _job("ours", forms, 1), _job("ours", forms, 2)
+    job.train(3)
+    directory = place(context, f"refreshed ({forms})")
+    save(job, directory, "dp_reshardable")
+    load(other, directory, "dp_reshardable")
+    for refresh in (megatron_reloads_masters, masters_are_refreshed_twice, bridge_syncs_masters):
+        refresh(other)
+    return {"saved": job.snapshot(), "refreshed": other.snapshot(), "log": job.train(2), "resumed log": other.train(2)}
+
+
+RESUMED_FORMS = tuple(FORMS)
+for _forms in RESUMED_FORMS:
+    scenario(f"refreshed after a resume ({_forms})", lambda context, forms=_forms: _resumed(context, forms), _TWO)
+
+
+# -- fp32 values for the masters ---------------------------------------------------------------------------------
+
+
+def main_params_name(forms: str, iterations: int) -> str:
+    return f"masters out of a state dict after {iterations} iterations ({forms})"
+
+
+def _main_params(forms: str, iterations: int) -> dict[str, Any]:
+    """As with Megatron's --load-main-params-from-ckpt: bf16 weights in the model, fp32 ones in the state dict."""
+    job = _job("ours", forms, 1)
+    job.train(iterations)
+    generator = torch.Generator().manual_seed(7)
+    values = {
+        name: value.float() * (1 + 2**-10 * torch.rand(value.shape, generator=generator))
+        for name, value in _job("stock", forms, 2).weights().items()
+    }
+    _take_weights(job, {name: value.to(torch.bfloat16) for name, value in values.items()})
+    before = job.snapshot()
+    job.optimizer.reload_model_params(state_dict=dict(values))
+    masters = {shard.name: values[shard.name].reshape(-1)[shard.start : shard.stop].clone() for shard in job.shards()}
+    after = job.snapshot()
+    return {"before": before, "after": after, "masters": masters, "log": job.train(2), "end": job.snapshot()}
+
+
+for _forms in RELOADED_FORMS:
+    for _iterations in (0, 2):
+        scenario(
+            main_params_name(_forms, _iterations),
+            lambda context, forms=_forms, iterations=_iterations: _main_params(forms, iterations),
+            _TWO,
+        )
