@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 
 setup: $(READY)
 
-$(READY): pyproject.toml tools/bootstrap.sh
+$(READY): pyproject.toml setup.py tools/bootstrap.sh $(wildcard autoload/*)
 	tools/bootstrap.sh
 	touch $@
 
