@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -27,6 +28,12 @@ class Prefetching(Protocol):
     def register_step_post_hook(self, hook: Callable[..., None]) -> Any:
         """Calls ``hook`` after each step."""
 
+    def window_seconds(self, assumed_bytes_per_s: float) -> float:
+        """How long the window takes to the GPU, given the rate to assume until that was measured."""
+
+    def allocated_bytes(self) -> int:
+        """GPU bytes that are allocated now."""
+
 
 class Attachment:
     """Watches a model's microbatches, and prefetches so that the copies end when backward does.
@@ -34,6 +41,8 @@ class Attachment:
     A fixed window is prefetched as one, at the beginning of the microbatch that leaves enough time. With ``"auto"`` it
     grows during the backward pass of the last microbatch, into memory that activations have given back: never beyond
     what one iteration without it took.
+
+    The model's hooks do not keep the optimizer alive: when it is gone, they do nothing.
 
     Attributes:
         budget_bytes: GPU bytes that the window may take now, or None for what the configuration says.
@@ -46,8 +55,6 @@ class Attachment:
         *,
         microbatches: int | None,
         window_bytes: int | str,
-        copy_seconds: Callable[[float], float],
-        allocated_bytes: Callable[[], int],
     ) -> None:
         """Registers hooks.
 
@@ -56,19 +63,15 @@ class Attachment:
             models: what the training loop calls for every microbatch; all calls count.
             microbatches: how often they are called before each step, or None to go by the step before.
             window_bytes: as in OffloadConfig.
-            copy_seconds: how long the window takes to the GPU, given the rate to assume until that was measured.
-            allocated_bytes: GPU bytes that are allocated now.
         """
         if microbatches is not None and (
             isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
         ):
             raise ValueError(f"Invalid microbatches: {microbatches!r}, it should be an integer of at least 1 or None")
         self.budget_bytes: int | None = 0 if window_bytes == "auto" else None
-        self._optimizer = optimizer
+        self._optimizer_ref = weakref.ref(optimizer)
         self._given = microbatches is not None
         self._microbatches = microbatches or 1
-        self._copy_seconds = copy_seconds
-        self._allocated_bytes = allocated_bytes
         self._seen = 0
         self._steps = 0
         self._began: float | None = None
@@ -87,11 +90,22 @@ class Attachment:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-        self._optimizer.cancel_prefetch()
+        if self._optimizer is not None:
+            self._optimizer.cancel_prefetch()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the hooks are there."""
+        return bool(self._handles)
+
+    @property
+    def _optimizer(self) -> Prefetching | None:
+        return self._optimizer_ref()
 
     def _forward_begins(self, module: torch.nn.Module, _: Any) -> None:
-        if not (module.training and torch.is_grad_enabled()):
-            return  # an evaluation
+        optimizer = self._optimizer
+        if optimizer is None or not (module.training and torch.is_grad_enabled()):
+            return  # nobody to prefetch for, or an evaluation
         if self._given and self._seen >= self._microbatches:
             self.begin_iteration()  # no step came: it was skipped
         self._seen += 1
@@ -100,27 +114,31 @@ class Attachment:
             if self._began is not None:
                 self._iteration_seconds = now - self._began
             self._began = now
-        if self.budget_bytes is None and self._seen > self._microbatches - self._lead():
-            self._optimizer.prefetch()
+        if self.budget_bytes is None and self._seen > self._microbatches - self._lead(optimizer):
+            optimizer.prefetch()
 
     def begin_iteration(self) -> None:
         """Forgets the microbatches of an iteration that ends without a step, and what was prefetched for it."""
-        self._optimizer.cancel_prefetch()
+        if self._optimizer is not None:
+            self._optimizer.cancel_prefetch()
         self._seen = 0
 
-    def _lead(self) -> int:
+    def _lead(self, optimizer: Prefetching) -> int:
         """Microbatches that the copies need."""
         if self._iteration_seconds is None:
             return 1
-        needed = _MARGIN * self._copy_seconds(_ASSUMED_BYTES_PER_S)
+        needed = _MARGIN * optimizer.window_seconds(_ASSUMED_BYTES_PER_S)
         return max(1, math.ceil(needed / (self._iteration_seconds / self._microbatches)))
 
     def _grad_is_ready(self, _: torch.Tensor) -> None:
+        optimizer = self._optimizer
+        if optimizer is None:
+            return
         if self._steps == 1:  # the first iteration after there is state, and still without a window
-            self._peak_bytes = max(self._peak_bytes, self._allocated_bytes())
+            self._peak_bytes = max(self._peak_bytes, optimizer.allocated_bytes())
         elif self._steps > 1 and self._seen >= self._microbatches:
-            self.budget_bytes = self._peak_bytes - self._allocated_bytes()
-            self._optimizer.prefetch()
+            self.budget_bytes = self._peak_bytes - optimizer.allocated_bytes()
+            optimizer.prefetch()
 
     def _stepped(self, *_: Any) -> None:
         if self._given and self._seen != self._microbatches and self._steps > 1 and not self._warned:

@@ -520,10 +520,25 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             models,
             microbatches=microbatches,
             window_bytes=self.offload.window_bytes,
-            copy_seconds=self._stepper.window_seconds,
-            allocated_bytes=self._stepper.engine.allocated_bytes,
         )
         return self._attachment
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether some model's passes start the prefetch."""
+        return self._attachment is not None and self._attachment.is_active
+
+    def window_seconds(self, assumed_bytes_per_s: float) -> float:
+        """How long the last prefetch took, in seconds, or all offloaded state would take at an assumed rate.
+
+        Args:
+            assumed_bytes_per_s: bytes per second, until a prefetch was measured.
+        """
+        return self._stepper.window_seconds(assumed_bytes_per_s)
+
+    def allocated_bytes(self) -> int:
+        """GPU bytes that are allocated now on the devices of the parameters, by whomever."""
+        return self._stepper.engine.allocated_bytes()
 
     def cancel_prefetch(self) -> None:
         """Gives the memory of `prefetch` back without a step."""
@@ -555,6 +570,9 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         if self._closed:
             return
         self.synchronize()
+        if self._attachment is not None:
+            self._attachment.detach()
+            self._attachment = None
         self._closed = True
         self._stepper.engine.close()
         self._store.close()

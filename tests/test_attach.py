@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from fused_offload.attach import Attachment
 class FakeOptimizer:
     def __init__(self) -> None:
         self.events: list[str] = []
+        self.copy_s, self.allocated = 0.5, 1000
         self.attachment: Attachment | None = None
         self.hooks: list[Any] = []
 
@@ -25,6 +28,12 @@ class FakeOptimizer:
 
     def cancel_prefetch(self) -> None:
         self.events.append("cancel")
+
+    def window_seconds(self, assumed: float) -> float:
+        return self.copy_s
+
+    def allocated_bytes(self) -> int:
+        return self.allocated
 
     def register_step_post_hook(self, hook: Any) -> Any:
         self.hooks.append(hook)
@@ -45,17 +54,16 @@ class Loop:
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *, copy_s: float = 0.5, window: int | str = 1, **attach_to: Any
     ) -> None:
-        self.now, self.allocated = 0.0, 1000
+        self.now = 0.0
         monkeypatch.setattr(attach.time, "perf_counter", lambda: self.now)
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         self.optimizer = FakeOptimizer()
+        self.optimizer.copy_s = copy_s
         self.optimizer.attachment = Attachment(
             self.optimizer,
             [self.model],
             microbatches=attach_to.get("microbatches"),
             window_bytes=window,
-            copy_seconds=lambda _: copy_s,
-            allocated_bytes=lambda: self.allocated,
         )
 
     def microbatch(self) -> None:
@@ -130,11 +138,11 @@ def test_auto_grows_into_what_activations_gave_back(monkeypatch: pytest.MonkeyPa
     loop = Loop(monkeypatch, window="auto", microbatches=2)
     loop.iteration(2)  # there is no state yet
     assert "prefetch" not in " ".join(loop.iteration(2))  # learns that a backward pass begins at 1000 bytes
-    loop.allocated = 400
+    loop.optimizer.allocated = 400
     events = loop.iteration(2)
     assert [event for event in events if event != "forward"] == ["prefetch 600"] * 4 + ["step"]
     assert events[:2] == ["forward", "forward"]  # in the last microbatch only
-    loop.allocated = 1200
+    loop.optimizer.allocated = 1200
     assert "prefetch -200" in loop.iteration(2)  # which loads nothing
 
 
@@ -146,6 +154,28 @@ def test_detached_is_detached(monkeypatch: pytest.MonkeyPatch) -> None:
     loop.model(torch.ones(1, 4)).sum().backward()
     assert loop.optimizer.events == ["cancel"]
     assert loop.optimizer.hooks == []
+
+
+def test_the_model_does_not_keep_the_optimizer_alive() -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = FusedOffloadAdam(model.parameters(), offload=OffloadConfig(window_bytes=1))
+    optimizer.attach(model)
+    alive = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert alive() is None
+    model(torch.ones(1, 4)).sum().backward()  # and its hooks do nothing
+
+
+def test_a_closed_optimizer_leaves_the_model_alone() -> None:
+    model = torch.nn.Linear(4, 1)
+    optimizer = FusedOffloadAdam(model.parameters(), offload=OffloadConfig(window_bytes="auto"))
+    attachment = optimizer.attach(model)
+    assert optimizer.is_attached
+    optimizer.close()
+    assert not attachment.is_active
+    assert not optimizer.is_attached
+    model(torch.ones(1, 4)).sum().backward()
 
 
 @pytest.mark.parametrize("microbatches", [0, -1, True, 1.5, "2"])

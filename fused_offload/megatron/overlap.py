@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ class Overlap:
             distributed: a DistributedOptimizer.
             inner: its inner optimizer, whose configuration has a window.
         """
-        self._inner = inner
+        self._inner = weakref.ref(inner)  # the model outlives an optimizer that is built anew
         self._attachment: Attachment = inner.attach(*distributed.model_chunks)
         for chunk in distributed.model_chunks:
             chunk.finish_grad_sync = self._after_prefetch(chunk.finish_grad_sync, lambda: True)
@@ -46,8 +47,9 @@ class Overlap:
     def _after_prefetch(self, method: Callable[..., Any], is_last: Callable[[], bool]) -> Callable[..., Any]:
         @functools.wraps(method)
         def prefetch_first(*args: Any, **kwargs: Any) -> Any:
-            if self._attachment.budget_bytes is None and is_last():
-                self._inner.prefetch()
+            inner = self._inner()
+            if inner is not None and inner.is_attached and self._attachment.budget_bytes is None and is_last():
+                inner.prefetch()
             return method(*args, **kwargs)
 
         return prefetch_first
