@@ -1,0 +1,219 @@
+"""What training a model takes in memory and time: bytes by the optimizer's own layouts, time by a link's speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from fused_offload.arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS, MASTER_FORMS
+from fused_offload.config import OffloadConfig
+from fused_offload.kernels.forms import REMAINDER, Form
+from fused_offload.plan import align, chunk_numel
+from fused_offload.staging import _SLOT_ALIGNMENT
+from fused_offload.storage import _ARRAY_ALIGNMENT, ArrayPlace, Layout
+
+DEFAULT_LINK_GBPS = 47.0
+"""GB/s each way with both directions busy: measured on an H100 over PCIe 5 x16."""
+
+PARAM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MASTERS = ("fp32", "fp16", "remainder", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model is trained. Dtypes are names of `PARAM_DTYPES`.
+
+    Attributes:
+        param_dtype: dtype of the parameters.
+        grad_dtype: dtype of the gradients.
+        master: one of `MASTERS`.
+        exp_avg: stored dtype of the first moment.
+        exp_avg_sq: stored dtype of the second moment.
+        data_parallel: ranks that share the optimizer's state.
+        model_parallel: ranks that share the parameters (tensor times pipeline parallel size).
+        shard_params: whether parameters and gradients are shared by the data-parallel ranks too (FSDP).
+        offload: fraction, chunks and window.
+        ranks_per_node: ranks whose state lies in one host's memory.
+        other_gpu_bytes: what else the GPU has to hold: activations, CUDA context.
+    """
+
+    param_dtype: str = "bf16"
+    grad_dtype: str = "bf16"
+    master: str = "fp32"
+    exp_avg: str = "fp32"
+    exp_avg_sq: str = "fp32"
+    data_parallel: int = 1
+    model_parallel: int = 1
+    shard_params: bool = False
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    ranks_per_node: int = 1
+    other_gpu_bytes: int = 0
+
+    def layout(self) -> Layout:
+        """The optimizer's layout of offloaded state.
+
+        Raises:
+            ValueError: for remainders of parameters that have none.
+        """
+        if self.master == "remainder" and self.param_dtype != "bf16":
+            raise ValueError("a remainder needs bf16 parameters: it is the half of the master that they do not hold")
+        master: Form | None = None
+        if self.master == "remainder":
+            master = REMAINDER
+        elif self.master != "none":
+            master = MASTER_FORMS[PARAM_DTYPES[self.master]]
+        return Layout(
+            torch.device("cuda"),
+            PARAM_DTYPES[self.param_dtype],
+            EXP_AVG_FORMS[PARAM_DTYPES[self.exp_avg]],
+            EXP_AVG_SQ_FORMS[PARAM_DTYPES[self.exp_avg_sq]],
+            master,
+            resident=False,
+        )
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, and of one node.
+
+    Attributes:
+        params: on the GPU.
+        grads: on the GPU.
+        resident_state: state that is not offloaded, on the GPU.
+        ring: staging of the optimizer, on the GPU.
+        window: state that may be prefetched, on the GPU.
+        other: what the caller reserved on the GPU.
+        host_state: offloaded state of a rank, in host memory.
+        ranks_per_node: ranks of a node.
+    """
+
+    params: int
+    grads: int
+    resident_state: int
+    ring: int
+    window: int
+    other: int
+    host_state: int
+    ranks_per_node: int
+
+    @property
+    def gpu(self) -> int:
+        """All on the GPU."""
+        return self.params + self.grads + self.resident_state + self.ring + self.window + self.other
+
+    @property
+    def state_in_save(self) -> int:
+        """What an asynchronous save copies: all state, wherever it is."""
+        return self.host_state + self.resident_state
+
+    @property
+    def host_in_save(self) -> int:
+        """Host bytes of a rank while a checkpoint is written in the background from a copy of the state."""
+        return self.host_state + self.state_in_save
+
+    @property
+    def node(self) -> int:
+        """Host bytes of a node."""
+        return self.host_state * self.ranks_per_node
+
+    @property
+    def node_in_save(self) -> int:
+        """Host bytes of a node during an asynchronous save."""
+        return self.host_in_save * self.ranks_per_node
+
+
+def memory_of(param_numel: int, training: Training) -> Memory:
+    """Bytes that a model takes.
+
+    State is counted as one extent, and the offloaded share to the element. The optimizer pads each parameter to 128
+    elements and offloads whole parameters, so a real one differs by about one parameter.
+
+    Args:
+        param_numel: parameters of the whole model.
+        training: how it is trained.
+
+    Raises:
+        ValueError: for a window of ``"auto"``, and for remainders of parameters that have none.
+    """
+    layout, offload = training.layout(), training.offload
+    rank_numel = -(-param_numel // training.model_parallel)
+    shard_numel = -(-rank_numel // training.data_parallel)
+    held_numel = shard_numel if training.shard_params else rank_numel
+    offloaded = align(min(shard_numel, round(shard_numel * offload.fraction)))
+    host = _extent_bytes(layout, offloaded)
+    if offload.window_bytes == "auto":
+        raise ValueError("a window of 'auto' is as large as activations allow, which only a run can tell; give bytes")
+    return Memory(
+        params=held_numel * PARAM_DTYPES[training.param_dtype].itemsize,
+        grads=held_numel * PARAM_DTYPES[training.grad_dtype].itemsize,
+        resident_state=_extent_bytes(layout, align(max(0, shard_numel - offloaded))),
+        ring=_ring_bytes(layout, offloaded, offload),
+        window=min(offload.window_bytes, host),
+        other=training.other_gpu_bytes,
+        host_state=host,
+        ranks_per_node=training.ranks_per_node,
+    )
+
+
+def _extent_bytes(layout: Layout, numel: int) -> int:
+    """Bytes of an extent, which leaves a gap behind each array."""
+    return ArrayPlace(layout.forms, numel, gap=_ARRAY_ALIGNMENT).nbytes if numel else 0
+
+
+def _ring_bytes(layout: Layout, numel: int, offload: OffloadConfig) -> int:
+    if not numel:
+        return 0
+    chunk = min(numel, chunk_numel(offload.chunk_bytes, layout.block_bytes))
+    slot = ArrayPlace(layout.forms, chunk).nbytes
+    return offload.depth * (-(-slot // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted times of one optimizer step, in ms.
+
+    Attributes:
+        alone_ms: a step with nothing beside it: bytes each way over the link's speed.
+        exposed_ms: what it adds to an iteration at least, if the window's bytes move under backward and forward.
+    """
+
+    alone_ms: float
+    exposed_ms: float
+
+
+def step_time(memory: Memory, link_gbps: float) -> StepTime:
+    """Predicts, from bytes and the link alone: kernels, launches and the slowdown of what runs beside are not counted.
+
+    Args:
+        memory: what is moved.
+        link_gbps: GB/s each way with both directions busy.
+    """
+    streamed = memory.host_state - memory.window
+    return StepTime(memory.host_state / link_gbps / 1e6, streamed / link_gbps / 1e6)
+
+
+def largest_model(training: Training, *, gpu_bytes: int | None, node_bytes: int | None, saving: bool) -> int | None:
+    """Parameters of the largest model that fits, or None where no memory size is given.
+
+    Args:
+        training: how it is trained.
+        gpu_bytes: memory of a GPU, or None for no limit.
+        node_bytes: memory of a host, or None for no limit.
+        saving: whether an asynchronous save has to fit too.
+    """
+    if gpu_bytes is None and node_bytes is None:
+        return None
+
+    def fits(numel: int) -> bool:
+        memory = memory_of(numel, training)
+        node = memory.node_in_save if saving else memory.node
+        return (gpu_bytes is None or memory.gpu <= gpu_bytes) and (node_bytes is None or node <= node_bytes)
+
+    low, high = 0, 1
+    while fits(high) and high < 1 << 50:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,200 @@
+"""Judges a machine: what is fine, what costs speed, what will fail, and what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, NamedTuple
+
+from .machine import Gpu, Machine
+
+_LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+_GOOD_SHARE = 0.7
+"""Of what the lanes carry. An H100 over PCIe 5 x16 reaches 54 of 63 GB/s, so what is below this is no overhead."""
+
+_GOOD_ROOM = 0.5
+"""Of the host's memory. Who has less free probably did not expect it: state is the largest thing on the host."""
+
+Level = Literal["ok", "warning", "problem"]
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at.
+
+    Attributes:
+        level: ``"ok"``, ``"warning"`` (it works, slower or with less room) or ``"problem"`` (it fails).
+        what: what was looked at.
+        found: what was found.
+        advice: what to do, empty if nothing.
+    """
+
+    level: Level
+    what: str
+    found: str
+    advice: str = ""
+
+
+def exit_code(findings: Iterable[Finding]) -> int:
+    """0 if all is fine, 1 with warnings, 2 with problems."""
+    codes = {"ok": 0, "warning": 1, "problem": 2}
+    return max((codes[finding.level] for finding in findings), default=0)
+
+
+def examine(machine: Machine) -> list[Finding]:
+    """Looks at everything.
+
+    Args:
+        machine: what was read.
+    """
+    return [*_versions(machine), *_gpus(machine), *_numa(machine), *_host(machine), *_megatron(machine)]
+
+
+def _versions(machine: Machine) -> list[Finding]:
+    versions = machine.versions
+    found = ", ".join(f"{name} {versions[name]}" for name in versions if versions[name] is not None)
+    findings = [Finding("ok", "versions", found)]
+    if machine.gpus and versions.get("triton") is None:
+        findings.append(Finding("problem", "triton", "not installed", "pip install triton: the GPU's kernels need it"))
+    return findings
+
+
+def _gpus(machine: Machine) -> list[Finding]:
+    if not machine.gpus:
+        if machine.cuda is None:
+            advice = "Install a torch built for CUDA to stream; on the CPU the step runs in plain torch."
+        else:
+            advice = "Check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES; on the CPU the step runs in plain torch."
+        built = f"torch is built for CUDA {machine.cuda}" if machine.cuda else "torch is built without CUDA"
+        return [Finding("warning", "GPU", f"none; {built}", advice)]
+    findings = []
+    for index, gpu in enumerate(machine.gpus):
+        name = f"GPU {index}"
+        driver = f", driver {gpu.driver}" if gpu.driver else ""
+        found = f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB, CUDA {machine.cuda}{driver}"
+        findings += [Finding("ok", name, found), _link(name, gpu), _pinning(name, gpu), *_bandwidth(name, gpu)]
+    return findings
+
+
+def _link(name: str, gpu: Gpu) -> Finding:
+    what, link = f"{name}: link", gpu.link
+    if gpu.nvml_error is not None:
+        return Finding("warning", what, f"unknown: {gpu.nvml_error}", "Look at nvidia-smi -q, or pip install nvidia-ml-py")
+    if link.generation is None or link.width is None:
+        return Finding("ok", what, "hidden, as virtual machines do; the measured bandwidth counts")
+    found = f"PCIe {link.generation} x{link.width}"
+    full = f"PCIe {link.generation_max or link.generation} x{link.width_max or link.width}"
+    if link.width < (link.width_max or link.width):
+        return Finding(
+            "warning",
+            what,
+            f"{found} of {full}",
+            "Reseat the card, or put it into a slot with all lanes; see lspci -vv",
+        )
+    if link.generation < (link.generation_max or link.generation):
+        return Finding(
+            "warning",
+            what,
+            f"{found} of {full}",
+            "Allow the higher generation in the firmware; look at risers and ASPM",
+        )
+    return Finding("ok", what, found)
+
+
+def _pinning(name: str, gpu: Gpu) -> Finding:
+    if gpu.pin_error is None:
+        return Finding("ok", f"{name}: page-locking", "64 MiB were page-locked")
+    return Finding(
+        "problem",
+        f"{name}: page-locking",
+        gpu.pin_error,
+        "ulimit -l unlimited (containers: --ulimit memlock=-1), and free memory on host and GPU",
+    )
+
+
+def _bandwidth(name: str, gpu: Gpu) -> list[Finding]:
+    expected = None
+    if gpu.link.generation in _LANE_GBPS and gpu.link.width is not None:
+        expected = _LANE_GBPS[gpu.link.generation] * gpu.link.width
+    findings = []
+    for direction, measured in (("host to device", gpu.h2d_gbps), ("device to host", gpu.d2h_gbps)):
+        if measured is None:
+            continue
+        what, found = f"{name}: {direction}", f"{measured:.1f} GB/s alone"
+        if expected is None:
+            findings.append(Finding("ok", what, found))
+            continue
+        found += f", the link carries {expected:.1f}"
+        if measured >= _GOOD_SHARE * expected:
+            findings.append(Finding("ok", what, found))
+        else:
+            advice = "Stop what else uses the link or host memory; run on the GPU's NUMA node (numactl)"
+            findings.append(Finding("warning", what, found, advice))
+    return findings
+
+
+def _numa(machine: Machine) -> list[Finding]:
+    nodes = machine.numa_nodes
+    if len(nodes) < 2:
+        return [Finding("ok", "NUMA", "one node" if nodes else "not shown by the kernel")]
+    free = ", ".join(f"node {node} {free / 1e9:.1f} GB free" for node, free in nodes.items())
+    findings = [Finding("ok", "NUMA", f"{free}; this process runs on {_listed(sorted(machine.cpu_nodes))}")]
+    for index, gpu in enumerate(machine.gpus):
+        what = f"GPU {index}: NUMA node"
+        if gpu.numa_node is None:
+            findings.append(Finding("ok", what, "unknown"))
+        elif machine.cpu_nodes == {gpu.numa_node}:
+            findings.append(Finding("ok", what, f"{gpu.numa_node}, where this process runs"))
+        else:
+            advice = f"numactl --cpunodebind={gpu.numa_node} --preferred={gpu.numa_node} for the process of this GPU"
+            findings.append(Finding("warning", what, f"{gpu.numa_node}, memory may lie elsewhere", advice))
+    return findings
+
+
+def _listed(nodes: Sequence[int]) -> str:
+    return "nodes " + ", ".join(map(str, nodes)) if len(nodes) != 1 else f"node {nodes[0]}"
+
+
+def _host(machine: Machine) -> list[Finding]:
+    free, total = machine.free_host_bytes, machine.host_bytes
+    found = f"{free / 1e9:.1f} GB of {total / 1e9:.1f} GB may be taken, limited by the {machine.host_limit}"
+    if free < _GOOD_ROOM * total:
+        advice = "State has to fit into this (fused-offload plan); stop what else takes memory"
+        if machine.host_limit == "cgroup":
+            advice = "State has to fit into this (fused-offload plan); raise the memory limit of the container or job"
+        findings = [Finding("warning", "host memory", found, advice)]
+    else:
+        findings = [Finding("ok", "host memory", found)]
+    limit = machine.memlock_bytes
+    if limit is None:
+        findings.append(Finding("ok", "RLIMIT_MEMLOCK", "unlimited"))
+    elif limit >= total:
+        findings.append(Finding("ok", "RLIMIT_MEMLOCK", f"{limit / 1e9:.3f} GB, all of the host"))
+    else:
+        found = f"{limit / 2**10:.0f} KiB" if limit < 2**20 else f"{limit / 1e9:.3f} GB"
+        if machine.gpus:
+            advice = "If page-locking fails: ulimit -l unlimited (containers: --ulimit memlock=-1)"
+            findings.append(Finding("warning", "RLIMIT_MEMLOCK", found, advice))
+        else:
+            findings.append(Finding("ok", "RLIMIT_MEMLOCK", f"{found}; nothing is page-locked without a GPU"))
+    return findings
+
+
+def _megatron(machine: Machine) -> list[Finding]:
+    te, megatron = machine.importable["transformer_engine"], machine.importable["megatron.core"]
+    present = {True: "found", False: "not found"}
+    findings = [
+        Finding("ok", "TransformerEngine", present[te] + " (optional)"),
+        Finding("ok", "Megatron-Core", present[megatron] + " (optional)"),
+    ]
+    what, value = "FUSED_OFFLOAD_ADAM", machine.autoload
+    if value in ("", "0"):
+        findings.append(Finding("ok", what, "not set: Megatron is left as it is unless install() is called"))
+    elif value != "1":
+        findings.append(Finding("problem", what, repr(value), "Set it to 1 or 0; Megatron's import fails otherwise"))
+    elif not machine.autoload_present:
+        advice = "Install fused-offload again: _fused_offload_autoload is missing beside the package"
+        findings.append(Finding("problem", what, "1, but nothing obeys it", advice))
+    elif not megatron:
+        findings.append(Finding("warning", what, "1, but there is no Megatron-Core", "pip install megatron-core"))
+    else:
+        findings.append(Finding("ok", what, "1: fused_offload.megatron is installed when Megatron is imported"))
+    return findings

@@ -1,0 +1,287 @@
+"""What decides how fast state streams on this machine, as plain values. Reads only; judges nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from fused_offload.hostmem import available_host_bytes
+from fused_offload.pinned import PinnedSlab
+
+_COPY_BYTES = 64 * 2**20
+_COPY_SECONDS = 0.3  # each way
+PACKAGES = ("fused-offload", "torch", "triton", "transformer-engine", "megatron-core")
+_ENVIRONMENT_VARIABLE = "FUSED_OFFLOAD_ADAM"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Link:
+    """A GPU's PCIe link; None for what the machine does not say.
+
+    Attributes:
+        generation: now.
+        generation_max: what GPU and board allow.
+        width: lanes now.
+        width_max: lanes that GPU and board allow.
+    """
+
+    generation: int | None = None
+    generation_max: int | None = None
+    width: int | None = None
+    width_max: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One GPU.
+
+    Attributes:
+        name: as CUDA says it.
+        memory_bytes: all of it.
+        driver: version, or None.
+        nvml_error: why NVML says nothing, or None.
+        link: its link, as it was right after the copies.
+        numa_node: node of its slot, or None.
+        pin_error: why a small piece of host memory could not be page-locked, or None.
+        h2d_gbps: measured from page-locked memory alone, or None.
+        d2h_gbps: measured to page-locked memory alone, or None.
+    """
+
+    name: str
+    memory_bytes: int
+    driver: str | None = None
+    nvml_error: str | None = None
+    link: Link = Link()
+    numa_node: int | None = None
+    pin_error: str | None = None
+    h2d_gbps: float | None = None
+    d2h_gbps: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What `examine` looks at.
+
+    Attributes:
+        cuda: CUDA version that torch was built for, or None.
+        gpus: GPUs that this process sees.
+        memlock_bytes: soft limit of locked memory, or None for no limit.
+        host_bytes: memory of the machine.
+        free_host_bytes: what this process may still take.
+        host_limit: ``"machine"`` or ``"cgroup"``, which of them allows only that.
+        numa_nodes: node -> bytes that are free on it.
+        cpu_nodes: nodes of the CPUs that this process may run on.
+        versions: package -> version, or None where it is not installed.
+        importable: module -> whether Python finds it.
+        autoload: value of the environment variable that installs into Megatron.
+        autoload_present: whether the module that obeys it is installed.
+    """
+
+    cuda: str | None
+    gpus: tuple[Gpu, ...]
+    memlock_bytes: int | None
+    host_bytes: int
+    free_host_bytes: int
+    host_limit: str
+    numa_nodes: dict[int, int]
+    cpu_nodes: frozenset[int]
+    versions: dict[str, str | None]
+    importable: dict[str, bool]
+    autoload: str
+    autoload_present: bool
+
+
+def read_machine(sysfs: Path = Path("/sys"), nvml: Callable[[], Any] | None = None) -> Machine:
+    """Reads this machine; where there are GPUs, copies for at most a second.
+
+    Args:
+        sysfs: where the kernel shows its devices.
+        nvml: gives the ``pynvml`` module; raises where there is none.
+    """
+    free, limit = available_host_bytes()
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return Machine(
+        cuda=torch.version.cuda,
+        gpus=_read_gpus(sysfs, nvml or _import_nvml),
+        memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
+        host_bytes=psutil.virtual_memory().total,
+        free_host_bytes=free,
+        host_limit=limit,
+        numa_nodes=read_numa_nodes(sysfs),
+        cpu_nodes=read_cpu_nodes(sysfs, os.sched_getaffinity(0)),
+        versions={name: _version(name) for name in PACKAGES},
+        importable={name: _is_importable(name) for name in ("transformer_engine", "megatron.core")},
+        autoload=os.environ.get(_ENVIRONMENT_VARIABLE, ""),
+        autoload_present=_is_importable("_fused_offload_autoload"),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_importable(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):  # the parent package is missing
+        return False
+
+
+def _node_folders(sysfs: Path) -> dict[int, Path]:
+    folders = (sysfs / "devices" / "system" / "node").glob("node[0-9]*")
+    return {int(folder.name.removeprefix("node")): folder for folder in sorted(folders)}
+
+
+def read_numa_nodes(sysfs: Path) -> dict[int, int]:
+    """Free bytes of each NUMA node; empty where the kernel does not say.
+
+    Args:
+        sysfs: where the kernel shows its devices.
+    """
+    nodes = {}
+    for node, folder in _node_folders(sysfs).items():
+        free = re.search(r"MemFree:\s+(\d+) kB", _text(folder / "meminfo"))
+        nodes[node] = int(free[1]) * 1024 if free else 0
+    return nodes
+
+
+def read_cpu_nodes(sysfs: Path, cpus: set[int]) -> frozenset[int]:
+    """NUMA nodes of some CPUs.
+
+    Args:
+        sysfs: where the kernel shows its devices.
+        cpus: their numbers.
+    """
+    folders = _node_folders(sysfs)
+    return frozenset(node for node, folder in folders.items() if any((folder / f"cpu{cpu}").exists() for cpu in cpus))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def _import_nvml() -> Any:
+    import pynvml
+
+    return pynvml
+
+
+def _read_gpus(sysfs: Path, nvml: Callable[[], Any]) -> tuple[Gpu, ...]:
+    if not torch.cuda.is_available():
+        return ()
+    # One after the other and before NVML is asked: an idle link slows down. All of them within the second.
+    count = torch.cuda.device_count()
+    gpus = []
+    for index in range(count):
+        properties = torch.cuda.get_device_properties(index)
+        pin_error, h2d, d2h = _measure(torch.device("cuda", index), _COPY_SECONDS / count)
+        facts = read_nvml(nvml, str(getattr(properties, "uuid", "")), sysfs)
+        gpus.append(
+            Gpu(
+                name=properties.name,
+                memory_bytes=properties.total_memory,
+                pin_error=pin_error,
+                h2d_gbps=h2d,
+                d2h_gbps=d2h,
+                **facts,
+            )
+        )
+    return tuple(gpus)
+
+
+def _measure(device: torch.device, seconds: float) -> tuple[str | None, float | None, float | None]:
+    """Page-locks a little memory and copies it each way, alone."""
+    try:
+        with torch.cuda.device(device):
+            slab = PinnedSlab(_COPY_BYTES, pin=True)
+            try:
+                mirror = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
+                return None, _gbps(mirror, slab.bytes, seconds), _gbps(slab.bytes, mirror, seconds)
+            finally:
+                slab.close()
+    except RuntimeError as error:
+        return str(error), None, None
+
+
+def _gbps(target: torch.Tensor, source: torch.Tensor, seconds: float) -> float:
+    target.copy_(source)
+    torch.cuda.synchronize()
+    copies, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds or not copies:
+        target.copy_(source)
+        copies += 1
+        torch.cuda.synchronize()
+    return copies * source.numel() / elapsed / 1e9 if elapsed > 0 else 0.0
+
+
+def read_nvml(nvml: Callable[[], Any], uuid: str, sysfs: Path) -> dict[str, Any]:
+    """What only NVML knows of a GPU, as keyword arguments of `Gpu`.
+
+    Args:
+        nvml: gives the ``pynvml`` module; raises where there is none.
+        uuid: of the GPU, as torch says it.
+        sysfs: where the kernel shows its devices.
+    """
+    try:
+        library = nvml()
+        library.nvmlInit()
+    except Exception as error:  # the package is missing, or has no usable library behind it
+        return {"nvml_error": str(error)}
+    try:
+        # By UUID: NVML counts devices that CUDA_VISIBLE_DEVICES hides.
+        handle = library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        bus = _decoded(library.nvmlDeviceGetPciInfo(handle).busId)
+        return {
+            "driver": _decoded(library.nvmlSystemGetDriverVersion()),
+            "link": Link(
+                generation=_ask(library, library.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+                generation_max=_ask(library, library.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+                width=_ask(library, library.nvmlDeviceGetCurrPcieLinkWidth, handle),
+                width_max=_ask(library, library.nvmlDeviceGetMaxPcieLinkWidth, handle),
+            ),
+            "numa_node": read_device_node(sysfs, bus),
+        }
+    except library.NVMLError as error:
+        return {"nvml_error": str(error)}
+    finally:
+        library.nvmlShutdown()
+
+
+def _ask(library: Any, question: Callable[[Any], int], handle: Any) -> int | None:
+    try:
+        return question(handle)
+    except library.NVMLError:  # virtual machines hide some
+        return None
+
+
+def _decoded(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value  # older releases of nvidia-ml-py return bytes
+
+
+def read_device_node(sysfs: Path, bus: str) -> int | None:
+    """NUMA node of a PCI device, or None where the kernel does not know it.
+
+    Args:
+        sysfs: where the kernel shows its devices.
+        bus: its address as NVML writes it, such as ``"00000000:3B:00.0"``.
+    """
+    domain, _, rest = bus.lower().partition(":")
+    text = _text(sysfs / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}" / "numa_node").strip()
+    return int(text) if text.isdigit() else None  # -1 where it belongs to none

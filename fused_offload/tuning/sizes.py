@@ -1,0 +1,158 @@
+"""How many parameters a decoder has, from a Hugging Face configuration or from Megatron's sizes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """Sizes of a decoder as Llama, Mistral, Qwen and Mixtral build it: no position table, norms without bias.
+
+    Attributes:
+        layers: decoder layers.
+        hidden: width.
+        ffn: width of the MLP, and of each expert.
+        heads: attention heads.
+        kv_heads: heads of keys and values.
+        head_dim: width of a head.
+        vocab: rows of the embedding.
+        tied: whether the output layer is the embedding.
+        gated: whether the MLP has three matrices (SwiGLU) instead of two.
+        qkv_bias: whether queries, keys and values have biases.
+        output_bias: whether attention's output has a bias.
+        mlp_bias: whether the MLP has biases.
+        qk_norm: whether queries and keys of a head are normalized.
+        experts: experts of each sparse layer, 0 for a dense model.
+        dense_layers: layers with a dense MLP in a model with experts.
+        dense_ffn: width of the MLP of those layers.
+        shared_ffn: width of the gated shared expert, 0 for none.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool = False
+    gated: bool = True
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    dense_layers: int = 0
+    dense_ffn: int = 0
+    shared_ffn: int = 0
+
+    def param_numel(self) -> int:
+        """Parameters in all, those that two layers share once."""
+        embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
+        per_layer = self._attention() + 2 * self.hidden
+        dense = self.dense_layers if self.experts else self.layers
+        dense_ffn = self.dense_ffn if self.experts else self.ffn
+        sparse = self.experts * (self._mlp(self.ffn) + self.hidden)  # the router has a row for each expert
+        if self.shared_ffn:
+            sparse += self._mlp(self.shared_ffn) + self.hidden
+        mlps = dense * self._mlp(dense_ffn) + (self.layers - dense) * sparse
+        return embeddings + self.layers * per_layer + mlps + self.hidden
+
+    def _attention(self) -> int:
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        numel = self.hidden * (2 * queries + 2 * keys)
+        numel += queries + 2 * keys if self.qkv_bias else 0
+        numel += self.hidden if self.output_bias else 0
+        return numel + (2 * self.head_dim if self.qk_norm else 0)
+
+    def _mlp(self, ffn: int) -> int:
+        inputs = 2 if self.gated else 1
+        bias = inputs * ffn + self.hidden if self.mlp_bias else 0
+        return (inputs + 1) * self.hidden * ffn + bias
+
+
+LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Values of ``model_type`` that are counted as a `Decoder`."""
+
+
+def count_config(path: Path) -> int:
+    """Parameters of the model that a ``config.json`` describes.
+
+    Args:
+        path: the file.
+
+    Raises:
+        ValueError: if it cannot be read or its architecture is unknown.
+    """
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a Hugging Face configuration: it should be a JSON object")
+    kind = config.get("model_type")
+    try:
+        if kind == "gpt2":
+            return _count_gpt2(config)
+        if kind in LLAMA_LIKE:
+            return _decoder(config).param_numel()
+    except KeyError as error:
+        raise ValueError(f"{path} lacks {error.args[0]}, so its parameters cannot be counted; use --params") from error
+    except (TypeError, ZeroDivisionError) as error:
+        raise ValueError(f"{path} has sizes that are not whole numbers of at least 1; use --params") from error
+    known = ", ".join(("gpt2", *LLAMA_LIKE))
+    raise ValueError(f"{path}: model_type {kind!r} is not known (known: {known}); give the count with --params")
+
+
+def _count_gpt2(config: Mapping[str, Any]) -> int:
+    hidden, layers = config["n_embd"], config["n_layer"]
+    ffn = config.get("n_inner") or 4 * hidden
+    attention = 4 * hidden * hidden + 4 * hidden
+    mlp = 2 * hidden * ffn + ffn + hidden
+    vocab, positions = config["vocab_size"], config.get("n_positions", 1024)
+    tables = vocab * hidden * (1 if config.get("tie_word_embeddings", True) else 2) + positions * hidden
+    return int(tables + layers * (attention + mlp + 4 * hidden) + 2 * hidden)
+
+
+def _decoder(config: Mapping[str, Any]) -> Decoder:
+    kind, layers = config["model_type"], config["num_hidden_layers"]
+    heads = config["num_attention_heads"]
+    attention_bias = bool(config.get("attention_bias", False))
+    experts = {
+        "mixtral": config.get("num_local_experts", 8),
+        "qwen2_moe": config.get("num_experts", 60),
+        "qwen3_moe": config.get("num_experts", 128),
+    }.get(kind, 0)
+    ffn = config["intermediate_size"]
+    dense_layers = _dense_layers(config) if kind in ("qwen2_moe", "qwen3_moe") else 0
+    return Decoder(
+        layers=layers,
+        hidden=config["hidden_size"],
+        ffn=config["moe_intermediate_size"] if kind in ("qwen2_moe", "qwen3_moe") else ffn,
+        heads=heads,
+        kv_heads=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+        vocab=config["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", False)),
+        # Qwen2 has these biases whatever its configuration says.
+        qkv_bias=attention_bias or kind in ("qwen2", "qwen2_moe"),
+        output_bias=attention_bias and kind in ("llama", "qwen3", "qwen3_moe"),
+        mlp_bias=bool(config.get("mlp_bias", False)) and kind == "llama",
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        experts=experts,
+        dense_layers=dense_layers,
+        dense_ffn=ffn,
+        shared_ffn=config["shared_expert_intermediate_size"] if kind == "qwen2_moe" else 0,
+    )
+
+
+def _dense_layers(config: Mapping[str, Any]) -> int:
+    dense, every = set(config.get("mlp_only_layers") or []), config.get("decoder_sparse_step", 1)
+    return sum(layer in dense or (layer + 1) % every != 0 for layer in range(config["num_hidden_layers"]))

@@ -1,0 +1,243 @@
+"""fused-offload doctor: findings on made-up machines, reading of made-up sysfs and NVML, exit codes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fused_offload import cli
+from fused_offload.tuning import doctor, machine
+from fused_offload.tuning.doctor import Finding, examine, exit_code
+from fused_offload.tuning.machine import Gpu, Link, Machine, read_machine
+
+PCIE_5_X16 = Link(generation=5, generation_max=5, width=16, width_max=16)
+H100 = Gpu(name="H100", memory_bytes=85 * 10**9, driver="580", link=PCIE_5_X16, h2d_gbps=54.0, d2h_gbps=54.5)
+GOOD = Machine(
+    cuda="13.0",
+    gpus=(H100,),
+    memlock_bytes=None,
+    host_bytes=128 * 10**9,
+    free_host_bytes=120 * 10**9,
+    host_limit="machine",
+    numa_nodes={0: 120 * 10**9},
+    cpu_nodes=frozenset({0}),
+    versions={"fused-offload": "0.1.0", "torch": "2.11", "triton": "3.6", "megatron-core": None},
+    importable={"transformer_engine": False, "megatron.core": True},
+    autoload="",
+    autoload_present=True,
+)
+
+
+def with_gpu(**changes: Any) -> Machine:
+    return dataclasses.replace(GOOD, gpus=(dataclasses.replace(H100, **changes),))
+
+
+def found(subject: Machine, what: str) -> Finding:
+    [finding] = [finding for finding in examine(subject) if finding.what == what]
+    return finding
+
+
+def test_a_good_machine() -> None:
+    findings = examine(GOOD)
+    assert {finding.level for finding in findings} == {"ok"}
+    assert exit_code(findings) == 0
+
+
+BAD = [
+    (with_gpu(link=Link(generation=3, generation_max=5, width=16, width_max=16)), "GPU 0: link", "warning", "PCIe 3"),
+    (with_gpu(link=Link(generation=3, generation_max=3, width=8, width_max=16)), "GPU 0: link", "warning", "x8"),
+    (with_gpu(nvml_error="No module named 'pynvml'"), "GPU 0: link", "warning", "pynvml"),
+    (with_gpu(h2d_gbps=20.0), "GPU 0: host to device", "warning", "20.0 GB/s"),
+    (with_gpu(d2h_gbps=20.0), "GPU 0: device to host", "warning", "20.0 GB/s"),
+    (with_gpu(pin_error="refused [why]", h2d_gbps=None), "GPU 0: page-locking", "problem", "refused"),
+    (dataclasses.replace(GOOD, memlock_bytes=64 * 2**10), "RLIMIT_MEMLOCK", "warning", "64 KiB"),
+    (
+        dataclasses.replace(GOOD, free_host_bytes=16 * 10**9, host_limit="cgroup"),
+        "host memory",
+        "warning",
+        "limited by the cgroup",
+    ),
+    (dataclasses.replace(GOOD, gpus=()), "GPU", "warning", "built for CUDA 13.0"),
+    (dataclasses.replace(GOOD, gpus=(), cuda=None), "GPU", "warning", "without CUDA"),
+    (dataclasses.replace(GOOD, versions={"torch": "2.11", "triton": None}), "triton", "problem", "not installed"),
+    (dataclasses.replace(GOOD, autoload="yes"), "FUSED_OFFLOAD_ADAM", "problem", "'yes'"),
+    (dataclasses.replace(GOOD, autoload="1", autoload_present=False), "FUSED_OFFLOAD_ADAM", "problem", "nothing obeys"),
+    (
+        dataclasses.replace(GOOD, autoload="1", importable={"transformer_engine": False, "megatron.core": False}),
+        "FUSED_OFFLOAD_ADAM",
+        "warning",
+        "no Megatron-Core",
+    ),
+    (
+        dataclasses.replace(with_gpu(numa_node=1), numa_nodes={0: 10**9, 1: 2 * 10**9}),
+        "GPU 0: NUMA node",
+        "warning",
+        "1, memory may lie elsewhere",
+    ),
+]
+
+
+@pytest.mark.parametrize(("subject", "what", "level", "words"), BAD)
+def test_bad_machines(subject: Machine, what: str, level: str, words: str) -> None:
+    finding = found(subject, what)
+    assert finding.level == level
+    assert words in finding.found
+    assert finding.advice
+    assert exit_code(examine(subject)) == {"warning": 1, "problem": 2}[level]
+
+
+def test_what_is_as_good_as_it_gets() -> None:
+    nodes = {0: 10**9, 1: 2 * 10**9}
+    near = dataclasses.replace(with_gpu(numa_node=1), numa_nodes=nodes, cpu_nodes=frozenset({1}))
+    assert found(near, "GPU 0: NUMA node").level == "ok"
+    assert "node 1 2.0 GB free" in found(near, "NUMA").found
+    hidden = with_gpu(link=Link())  # a virtual machine: nothing to compare the measured speed with
+    assert exit_code(examine(hidden)) == 0
+    # A link that is slow and known to be: the measured speed is what it gives.
+    slow = with_gpu(link=Link(generation=3, generation_max=3, width=8, width_max=8), h2d_gbps=6.5, d2h_gbps=6.6)
+    assert exit_code(examine(slow)) == 0
+    active = dataclasses.replace(GOOD, autoload="1")
+    assert "installed when Megatron is imported" in found(active, "FUSED_OFFLOAD_ADAM").found
+    assert found(dataclasses.replace(GOOD, gpus=(), memlock_bytes=65536), "RLIMIT_MEMLOCK").level == "ok"
+
+
+def test_advice_comes_with_everything_that_is_not_ok() -> None:
+    for subject, *_ in BAD:
+        assert all(bool(finding.advice) == (finding.level != "ok") for finding in examine(subject))
+
+
+# -- reading -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path) -> Path:
+    """Two nodes of two CPUs, and a device on the second."""
+    for node in (0, 1):
+        folder = tmp_path / "devices" / "system" / "node" / f"node{node}"
+        for cpu in (2 * node, 2 * node + 1):
+            (folder / f"cpu{cpu}").mkdir(parents=True)
+        (folder / "meminfo").write_text(f"Node {node} MemTotal: 9999 kB\nNode {node} MemFree:   {node + 1}000 kB\n")
+    device = tmp_path / "bus" / "pci" / "devices" / "0000:3b:00.0"
+    device.mkdir(parents=True)
+    (device / "numa_node").write_text("1\n")
+    return tmp_path
+
+
+def test_numa_nodes_are_read(sysfs: Path, tmp_path: Path) -> None:
+    assert machine.read_numa_nodes(sysfs) == {0: 1_024_000, 1: 2_048_000}
+    assert machine.read_cpu_nodes(sysfs, {2, 3}) == {1}
+    assert machine.read_cpu_nodes(sysfs, {0, 3}) == {0, 1}
+    assert machine.read_device_node(sysfs, "00000000:3B:00.0") == 1
+    assert machine.read_device_node(sysfs, "00000000:3C:00.0") is None
+    (sysfs / "bus/pci/devices/0000:3b:00.0/numa_node").write_text("-1\n")
+    assert machine.read_device_node(sysfs, "00000000:3B:00.0") is None
+    assert machine.read_numa_nodes(tmp_path / "nothing") == {}
+
+
+class FakeNvml:
+    """The calls of ``pynvml`` that are used."""
+
+    class NVMLError(Exception):
+        """What the library raises."""
+
+    def __init__(self, *, hides_width: bool = False, knows: str = "GPU-abc") -> None:
+        self.hides_width = hides_width
+        self.knows = knows
+        self.is_open = False
+
+    def nvmlInit(self) -> None:
+        self.is_open = True
+
+    def nvmlShutdown(self) -> None:
+        self.is_open = False
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> str:
+        if uuid.decode() != self.knows:
+            raise self.NVMLError("Not Found")
+        return "handle"
+
+    def nvmlDeviceGetPciInfo(self, handle: str) -> SimpleNamespace:
+        return SimpleNamespace(busId=b"00000000:3B:00.0")
+
+    def nvmlSystemGetDriverVersion(self) -> bytes:
+        return b"580.1"
+
+    def nvmlDeviceGetCurrPcieLinkGeneration(self, handle: str) -> int:
+        return 3
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: str) -> int:
+        return 5
+
+    def nvmlDeviceGetCurrPcieLinkWidth(self, handle: str) -> int:
+        if self.hides_width:
+            raise self.NVMLError("Not Supported")
+        return 8
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: str) -> int:
+        return 16
+
+
+def test_nvml_is_read(sysfs: Path) -> None:
+    nvml = FakeNvml()
+    facts = machine.read_nvml(lambda: nvml, "abc", sysfs)
+    link = Link(generation=3, generation_max=5, width=8, width_max=16)
+    assert facts == {"driver": "580.1", "link": link, "numa_node": 1}
+    assert not nvml.is_open
+    hidden = machine.read_nvml(lambda: FakeNvml(hides_width=True), "abc", sysfs)
+    assert hidden["link"].width is None
+
+
+def test_nvml_may_be_missing_or_refuse(sysfs: Path) -> None:
+    def missing() -> Any:
+        raise ModuleNotFoundError("No module named 'pynvml'")
+
+    assert machine.read_nvml(missing, "abc", sysfs) == {"nvml_error": "No module named 'pynvml'"}
+    nvml = FakeNvml()
+    assert machine.read_nvml(lambda: nvml, "other", sysfs) == {"nvml_error": "Not Found"}
+    assert not nvml.is_open
+
+
+def test_this_machine_is_read(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FUSED_OFFLOAD_ADAM", "1")
+    monkeypatch.setattr(machine, "available_host_bytes", lambda: (123, "cgroup"))
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (65536, 65536))
+    read = read_machine(sysfs)
+    assert (read.free_host_bytes, read.host_limit, read.memlock_bytes) == (123, "cgroup", 65536)
+    assert read.autoload == "1"
+    assert list(read.numa_nodes) == [0, 1]
+    assert read.versions["torch"]
+    assert examine(read)
+
+
+@pytest.mark.gpu
+def test_the_link_is_measured() -> None:
+    gpu = read_machine().gpus[0]
+    assert gpu.pin_error is None
+    assert gpu.h2d_gbps
+    assert gpu.h2d_gbps > 1
+    assert gpu.d2h_gbps
+    assert gpu.d2h_gbps > 1
+
+
+# -- the command -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("subject", "code"), [(GOOD, 0), (with_gpu(h2d_gbps=20.0), 1), (with_gpu(pin_error="refused [why]"), 2)]
+)
+def test_exit_codes(
+    subject: Machine, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "read_machine", lambda: subject)
+    assert cli.main(["doctor"]) == code
+    table = capsys.readouterr().out
+    assert "H100" in table
+    assert ("[why]" in table) == (code == 2)  # not taken for the markup of the table
+    assert cli.main(["doctor", "--json"]) == code
+    findings = [Finding(**finding) for finding in json.loads(capsys.readouterr().out)]
+    assert findings == doctor.examine(subject)

@@ -1,0 +1,304 @@
+"""fused-offload plan: bytes against a real optimizer, parameter counts, predictions, limits and errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.cli import main
+from fused_offload.tuning.budget import PARAM_DTYPES, Training, largest_model, memory_of, step_time
+from fused_offload.tuning.sizes import Decoder, count_config
+
+LLAMA2_7B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
+LLAMA3_8B = {**LLAMA2_7B, "intermediate_size": 14336, "num_key_value_heads": 8, "vocab_size": 128256}
+MIXTRAL_8X7B = {**LLAMA3_8B, "model_type": "mixtral", "num_local_experts": 8, "vocab_size": 32000}
+QWEN25_05B = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+QWEN3_06B = {
+    "model_type": "qwen3",
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
+PUBLISHED = [
+    ("llama-2-7b", LLAMA2_7B, 6_738_415_616),
+    ("llama-3-8b", LLAMA3_8B, 8_030_261_248),
+    ("mistral-7b", {**LLAMA3_8B, "model_type": "mistral", "vocab_size": 32000}, 7_241_732_096),
+    ("mixtral-8x7b", MIXTRAL_8X7B, 46_702_792_704),
+    ("qwen2.5-0.5b", QWEN25_05B, 494_032_768),
+    ("qwen3-0.6b", QWEN3_06B, 596_049_920),
+    ("qwen3-30b-a3b", QWEN3_30B_A3B, 30_532_122_624),
+    ("gpt2", GPT2, 124_439_808),
+]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main(["plan", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("param_dtype", "master"),
+    [("bf16", "fp32"), ("bf16", "fp16"), ("bf16", "remainder"), ("fp16", "fp32"), ("fp32", "none")],
+)
+def test_host_bytes_are_those_of_the_optimizer(param_dtype: str, master: str, moments: str) -> None:
+    dtype = PARAM_DTYPES[param_dtype]
+    shapes = [(300, 257), (64, 1000), (1031,), (500, 500), (7,)]
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    optimizer = FusedOffloadAdam(
+        params,
+        master_weights=master != "none",
+        master_weight_dtype=torch.float16 if master == "fp16" else torch.float32,
+        store_param_remainders=master == "remainder",
+        exp_avg_dtype=PARAM_DTYPES[moments],
+        exp_avg_sq_dtype=PARAM_DTYPES[moments],
+    )
+    for param in params:
+        optimizer.initialize_state(param)
+    actual = sum(optimizer.memory_report().host_bytes.values())
+    training = Training(param_dtype=param_dtype, master=master, exp_avg=moments, exp_avg_sq=moments)
+    planned = memory_of(sum(param.numel() for param in params), training)
+    assert planned.host_state == pytest.approx(actual, rel=0.02)
+    assert planned.resident_state == 0
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 0.75, 1.0])
+def test_the_fraction_splits_as_the_optimizer_does(fraction: float) -> None:
+    params = [torch.nn.Parameter(torch.zeros(128 * 50 + 1)) for _ in range(200)]
+    config = OffloadConfig(fraction=fraction)
+    optimizer = FusedOffloadAdam(params, offload=config)
+    for param in params:
+        optimizer.initialize_state(param)
+    report = optimizer.memory_report()
+    planned = memory_of(
+        sum(param.numel() for param in params), Training(param_dtype="fp32", master="none", offload=config)
+    )
+    assert planned.host_state == pytest.approx(sum(report.host_bytes.values()), rel=0.02)
+    assert planned.resident_state == pytest.approx(sum(report.resident_bytes.values()), rel=0.02)
+
+
+def test_bytes_per_parameter_and_the_ring() -> None:
+    memory = memory_of(10**9, Training())
+    assert memory.params == memory.grads == 2 * 10**9
+    assert memory.host_state == pytest.approx(12e9, rel=1e-6)
+    assert memory.ring == 150_994_944  # as memory_report() said on a GPU with the defaults
+    assert memory.node_in_save == 2 * memory.node == 2 * memory.host_state
+    assert memory_of(
+        10**9, Training(master="remainder", exp_avg="bf16", exp_avg_sq="bf16")
+    ).host_state == pytest.approx(6e9, rel=1e-6)
+
+
+def test_ranks_share() -> None:
+    alone = memory_of(8 * 10**9, Training())
+    shared = memory_of(8 * 10**9, Training(data_parallel=8, ranks_per_node=8))
+    assert shared.params == alone.params
+    assert shared.host_state == pytest.approx(alone.host_state / 8, rel=1e-6)
+    assert shared.node == pytest.approx(alone.host_state, rel=1e-6)
+    assert memory_of(8 * 10**9, Training(data_parallel=8, shard_params=True)).params == alone.params / 8
+    assert memory_of(8 * 10**9, Training(model_parallel=4)).grads == alone.grads / 4
+
+
+def test_an_asynchronous_save_also_copies_state_that_stays() -> None:
+    memory = memory_of(10**9, Training(offload=OffloadConfig(fraction=0.5)))
+    assert memory.host_in_save == pytest.approx(18e9, rel=1e-5)
+
+
+def test_the_window_is_no_larger_than_the_state_and_hides_its_bytes() -> None:
+    half = memory_of(10**9, Training(offload=OffloadConfig(window_bytes=6 * 10**9)))
+    time = step_time(half, 50.0)
+    assert (time.alone_ms, time.exposed_ms) == pytest.approx((240, 120), rel=1e-4)
+    whole = memory_of(10**9, Training(offload=OffloadConfig(window_bytes=10**12)))
+    assert whole.window == whole.host_state
+    assert step_time(whole, 50.0).exposed_ms == 0
+
+
+def test_the_largest_model_fits_and_the_next_does_not() -> None:
+    training = Training(ranks_per_node=2, data_parallel=2, offload=OffloadConfig(fraction=0.5))
+    for limits in ({"gpu_bytes": 80 * 10**9, "node_bytes": None}, {"gpu_bytes": None, "node_bytes": 128 * 10**9}):
+        for saving in (False, True):
+            numel = largest_model(training, saving=saving, **limits)
+            assert numel is not None
+            fitting, larger = memory_of(numel, training), memory_of(numel + 1024, training)
+            for memory, fits in ((fitting, True), (larger, False)):
+                node = memory.node_in_save if saving else memory.node
+                used, limit = (memory.gpu, 80e9) if limits["gpu_bytes"] else (node, 128e9)
+                assert (used <= limit) == fits
+    assert largest_model(training, gpu_bytes=None, node_bytes=None, saving=False) is None
+    assert largest_model(training, gpu_bytes=1, node_bytes=None, saving=False) == 0
+
+
+# -- counts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("config", "numel"), [case[1:] for case in PUBLISHED], ids=[case[0] for case in PUBLISHED])
+def test_counts_are_the_published_ones(tmp_path: Path, config: dict[str, Any], numel: int) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert count_config(path) == numel
+
+
+def test_megatron_sizes_count_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [
+        "--layers",
+        "32",
+        "--hidden",
+        "4096",
+        "--ffn",
+        "14336",
+        "--heads",
+        "32",
+        "--kv-heads",
+        "8",
+        "--vocab",
+        "128256",
+    ]
+    assert plan(capsys, *sizes)["param_numel"] == 8_030_261_248
+    assert plan(capsys, *sizes, "--tied")["param_numel"] == 8_030_261_248 - 128256 * 4096
+
+
+def test_a_decoder_has_the_parameters_of_its_modules() -> None:
+    decoder = Decoder(layers=1, hidden=8, ffn=16, heads=2, kv_heads=1, head_dim=4, vocab=10, gated=False, mlp_bias=True)
+    attention = 8 * 8 + 2 * 8 * 4 + 8 * 8
+    mlp = 8 * 16 + 16 + 16 * 8 + 8
+    assert decoder.param_numel() == 2 * 80 + attention + mlp + 3 * 8
+
+
+# -- the command -------------------------------------------------------------------------------------------------
+
+
+def test_the_table_says_what_is_predicted_from_what(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "13e9", "--gpu-memory", "80", "--host-memory", "256"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "13.000 billion",
+        "52.151 GB",
+        "156.000 GB",
+        "312.000 GB",
+        "prediction",
+        "an assumption",
+        "yes",
+        "no",
+    ):
+        assert words in out
+    assert main(["plan", "--params", "13e9", "--link-gbps", "20"]) == 0
+    out = capsys.readouterr().out
+    assert "7800 ms" in out
+    assert "an assumption" not in out
+
+
+def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    report = plan(capsys, "--params", "13e9", "--gpu-memory", "80", "--host-memory", "256")
+    assert report["fits"] == {"gpu": True, "host": True, "host_in_save": False}
+    assert report["predicted"]["link_assumed"] is True
+    assert plan(capsys, "--params", "1e9")["fits"] == {"gpu": None, "host": None, "host_in_save": None}
+    assert plan(capsys, "--params", "1e9", "--param-dtype", "fp32")["training"]["master"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan"], "--params"),
+        (["plan", "--params", "1e9", "--layers", "3"], "one of --params"),
+        (["plan", "--layers", "3", "--hidden", "8"], "--ffn, --heads, --vocab"),
+        (["plan", "--params", "many"], "'many' is not a number"),
+        (["plan", "--params", "nan"], "is not a number"),
+        (["plan", "--params", "1e9", "--depth", "1.5"], "whole number"),
+        (["plan", "--params", "1e9", "--fraction", "2"], "Invalid fraction"),
+        (["plan", "--params", "1e9", "--master", "remainder", "--param-dtype", "fp16"], "remainder needs bf16"),
+        (["plan", "--config", "missing.json"], "cannot be read"),
+        (["tune"], "invalid choice"),
+        ([], "required"),
+    ],
+)
+def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], words: str) -> None:
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"model_type": "mamba"}', "--params"),
+        ('{"model_type": "llama", "hidden_size": 8}', "lacks num_hidden_layers"),
+        ('{"model_type": "gpt2", "n_embd": "a", "n_layer": 1, "vocab_size": 3}', "whole numbers"),
+        ("[]", "JSON object"),
+        ("{", "not JSON"),
+    ],
+)
+def test_configurations_that_cannot_be_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, words: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    assert main(["plan", "--config", str(path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["doctor", "--help"], ["--version"]])
+def test_help_and_version(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 0
+    assert capsys.readouterr().out
+
+
+def test_neither_triton_nor_cuda_is_needed() -> None:
+    program = (
+        "import sys; sys.modules['triton'] = None\n"
+        "from fused_offload.cli import main; import torch\n"
+        "code = main(['plan', '--params', '1e9', '--json']); assert not torch.cuda.is_initialized(); sys.exit(code)"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout)["param_numel"] == 10**9
