@@ -42,6 +42,12 @@ Exit codes: 0 nothing to do, 1 warnings, 2 problems. Examples:
   fused-offload doctor --json | python -m json.tool
 """
 _MEGATRON_SIZES = ("layers", "hidden", "ffn", "heads", "vocab")
+_SIZE_HELP = {
+    "ffn": "width of the MLP, and of each expert",
+    "kv-heads": "default: --heads",
+    "head-dim": "default: --hidden / --heads",
+    "experts": "of every layer; default: a dense model",
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -98,7 +104,7 @@ def _add_plan(commands: Any) -> None:
     model.add_argument("--params", type=_positive, metavar="N", help="parameters of the whole model, such as 13e9")
     model.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json on this machine")
     for name in (*_MEGATRON_SIZES, "kv-heads", "head-dim", "experts"):
-        model.add_argument(f"--{name}", type=_positive_int, metavar="N")
+        model.add_argument(f"--{name}", type=_positive_int, metavar="N", help=_SIZE_HELP.get(name))
     model.add_argument("--tied", action="store_true", help="the output layer is the embedding")
     model.add_argument("--no-gated", action="store_true", help="MLPs of two matrices instead of SwiGLU's three")
     forms = plan.add_argument_group("dtypes")
@@ -110,13 +116,19 @@ def _add_plan(commands: Any) -> None:
     ranks.add_argument("--data-parallel", type=_positive_int, default=1, metavar="N", help="ranks that share the state")
     ranks.add_argument("--model-parallel", type=_positive_int, default=1, metavar="N", help="tensor x pipeline ranks")
     ranks.add_argument("--shard-params", action="store_true", help="FSDP: parameters and gradients are shared as well")
-    ranks.add_argument("--ranks-per-node", type=_positive_int, default=1, metavar="N")
+    ranks.add_argument("--ranks-per-node", type=_positive_int, default=1, metavar="N", help="default: 1")
     defaults = OffloadConfig()
     offload = plan.add_argument_group("offload, as in OffloadConfig")
     offload.add_argument("--fraction", type=float, default=defaults.fraction, help="offloaded share of the state")
-    offload.add_argument("--window-bytes", type=_bytes, default=0, metavar="BYTES")
-    offload.add_argument("--chunk-bytes", type=_bytes, default=defaults.chunk_bytes, metavar="BYTES")
-    offload.add_argument("--depth", type=_positive_int, default=defaults.depth, metavar="N")
+    offload.add_argument(
+        "--window-bytes", type=_bytes, default=0, metavar="BYTES", help="state prefetched under backward"
+    )
+    offload.add_argument(
+        "--chunk-bytes", type=_bytes, default=defaults.chunk_bytes, metavar="BYTES", help="default: %(default)s"
+    )
+    offload.add_argument(
+        "--depth", type=_positive_int, default=defaults.depth, metavar="N", help="default: %(default)s"
+    )
     machine = plan.add_argument_group("machine")
     machine.add_argument("--gpu-memory", type=_positive, metavar="GB", help="of one GPU")
     machine.add_argument("--host-memory", type=_positive, metavar="GB", help="of one node, what training may take")

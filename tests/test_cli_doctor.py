@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from pathlib import Path
@@ -9,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fused_offload import cli
+from fused_offload.pinned import PinnedSlab
 from fused_offload.tuning import doctor, machine
 from fused_offload.tuning.doctor import Finding, examine, exit_code
 from fused_offload.tuning.machine import Gpu, Link, Machine, read_machine
@@ -212,6 +215,48 @@ def test_this_machine_is_read(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert list(read.numa_nodes) == [0, 1]
     assert read.versions["torch"]
     assert examine(read)
+
+
+def test_every_gpu_is_read(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    properties = SimpleNamespace(name="H100", total_memory=85 * 10**9, uuid="abc")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    asked = []
+    monkeypatch.setattr(machine, "_measure", lambda device, seconds: asked.append(seconds) or (None, 50.0, 51.0))
+    gpus = read_machine(sysfs, FakeNvml).gpus
+    link = Link(generation=3, generation_max=5, width=8, width_max=16)
+    expected = Gpu(
+        name="H100", memory_bytes=85 * 10**9, driver="580.1", link=link, numa_node=1, h2d_gbps=50.0, d2h_gbps=51.0
+    )
+    assert gpus == (expected, expected)
+    assert 2 * sum(asked) <= 1  # seconds, both directions of all GPUs
+
+
+def test_copies_are_timed_and_refusals_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The CPU in the GPU's place: the copies are real, their speed means nothing.
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    slabs = []
+
+    def slab(nbytes: int, *, pin: bool) -> PinnedSlab:
+        assert pin
+        slabs.append(PinnedSlab(nbytes, pin=False))
+        return slabs[-1]
+
+    monkeypatch.setattr(machine, "PinnedSlab", slab)
+    error, h2d, d2h = machine._measure(torch.device("cpu"), 0.01)
+    assert error is None
+    assert h2d is not None
+    assert d2h is not None
+    assert min(h2d, d2h) > 0
+    assert len(slabs) == 1
+
+    def refuse(nbytes: int, *, pin: bool) -> PinnedSlab:
+        raise RuntimeError("The CUDA driver refused")
+
+    monkeypatch.setattr(machine, "PinnedSlab", refuse)
+    assert machine._measure(torch.device("cpu"), 0.01) == ("The CUDA driver refused", None, None)
 
 
 @pytest.mark.gpu

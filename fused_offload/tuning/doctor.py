@@ -77,7 +77,9 @@ def _gpus(machine: Machine) -> list[Finding]:
 def _link(name: str, gpu: Gpu) -> Finding:
     what, link = f"{name}: link", gpu.link
     if gpu.nvml_error is not None:
-        return Finding("warning", what, f"unknown: {gpu.nvml_error}", "Look at nvidia-smi -q, or pip install nvidia-ml-py")
+        return Finding(
+            "warning", what, f"unknown: {gpu.nvml_error}", "Look at nvidia-smi -q, or pip install nvidia-ml-py"
+        )
     if link.generation is None or link.width is None:
         return Finding("ok", what, "hidden, as virtual machines do; the measured bandwidth counts")
     found = f"PCIe {link.generation} x{link.width}"
