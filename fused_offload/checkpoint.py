@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .dtensors import local_of, local_value
 from .kernels.forms import Form, decode
 from .mapping import StateMapping
 from .state import StateEntry, check_storable, get_unscaled, same_memory, set_scaled
@@ -27,8 +28,8 @@ def _exported(entry: StateEntry, key: str) -> torch.Tensor:
     view = entry.peek(key)
     if entry.extent is None or not entry.form(key).scaled:
         entry.note_read(key)
-        return view
-    return entry.shaped(decode(entry.stored(key)))
+        return entry.outside(key, view)
+    return entry.outside(key, entry.shaped(decode(entry.stored(key))))
 
 
 def _indices(param_groups: Sequence[dict[str, Any]]) -> dict[int, int]:
@@ -156,7 +157,7 @@ def plan_load(
         pairs = [(p, state_dict["state"].get(name)) for p, name in zip(group["params"], saved["params"], strict=True)]
         pairs = [(param, entry) for param, entry in pairs if entry is not None]
         step = _saved_step(saved, pairs, index)
-        if step and not pairs and any(param.numel() and not is_frozen(param) for param in group["params"]):
+        if step and not pairs and any(local_of(param).numel() and not is_frozen(param) for param in group["params"]):
             raise ValueError(
                 f"loaded state dict has no state for any parameter of group {index} at step {step}. "
                 "If they were frozen until then, load first and unfreeze them afterwards."
@@ -213,11 +214,12 @@ def _checked_values(
     unknown = set(saved) - {"exp_avg", "exp_avg_sq", "master_param", "step"}
     if unknown:
         raise ValueError(f"loaded state dict has unknown state {sorted(unknown)} in group {index}")
+    local = local_of(param)
     values = []
     for key in ("exp_avg", "exp_avg_sq", "master_param"):
         value = saved.get(key)
         if value is None:
-            if key != "master_param" and param.numel():
+            if key != "master_param" and local.numel():
                 raise ValueError(f"loaded state dict lacks {key} of a parameter in group {index}")
             continue
         if not isinstance(value, torch.Tensor):
@@ -229,10 +231,11 @@ def _checked_values(
                     "with master_weights=True"
                 )
             continue
-        if value.shape != param.shape:
+        value = local_value(param, key, value)
+        if value.shape != local.shape:
             raise ValueError(
                 f"loaded state dict has {key} of shape {tuple(value.shape)} in group {index}, but the parameter has "
-                f"{tuple(param.shape)}"
+                f"{tuple(local.shape)}"
             )
         check_storable(key, forms[key].dtype, value)
         values.append((param, key, value))

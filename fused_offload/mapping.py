@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .dtensors import is_distributed, local_of, same_sharding
 from .state import StateEntry, StateHooks
 
 
@@ -51,6 +52,9 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
             return False
         if not entry.bound:
             return True
+        if is_distributed(old) != is_distributed(param) or (is_distributed(old) and not same_sharding(old, param)):
+            return False
+        old, param = local_of(old), local_of(param)
         return (
             old.shape == param.shape
             and old.stride() == param.stride()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from .dtensors import local_of
 from .kernels.forms import SCALE_BLOCK, Stored, decode, encode_
 from .state import StateEntry
 from .tensors import flat
@@ -15,15 +16,21 @@ def refresh_master(entry: StateEntry) -> None:
     """Replaces the master by the parameter wherever the parameter is not the master's rounding.
 
     Args:
-        entry: state with an authoritative ``master_param``, updated in place; remainders are kept.
+        entry: state with an authoritative ``master_param``, updated in place. Remainders are kept, but negative ones
+            of parameters that are zero become zero: no master has such a pair, and joined they would be NaN.
     """
     stored = entry.stored("master_param")
-    if stored.form.name == "remainder":
-        return
-    param = flat(entry.param)
+    param = flat(local_of(entry.param))
     for start in range(0, param.numel(), _BLOCK):
         block = param[start : start + _BLOCK].to(stored.data.device)
-        _refresh_block(stored.narrow(start, block.numel()), block)
+        refresh = _refresh_remainders if stored.form.name == "remainder" else _refresh_block
+        refresh(stored.narrow(start, block.numel()), block)
+
+
+def _refresh_remainders(stored: Stored, param: torch.Tensor) -> None:
+    impossible = (param == 0) & (stored.data < 0)
+    if impossible.any():
+        stored.data.masked_fill_(impossible, 0)
 
 
 def _refresh_block(stored: Stored, param: torch.Tensor) -> None:

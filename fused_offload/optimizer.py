@@ -22,6 +22,8 @@ from .arguments import (
 )
 from .attach import Attachment
 from .config import OffloadConfig
+from .dtensors import is_offloaded_by_fsdp
+from .dummy_step import is_dummy_step
 from .kernels.forms import REMAINDER, Form
 from .mapping import StateMapping
 from .masters import refresh_master
@@ -137,6 +139,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self._store = StateStore(offload, self._hooks, self._forms_of)
         self._stepper = Stepper(offload, self._hooks, self._store)
         self._closed = False
+        self._warned_cpu_shards = False
         self._attachment: Attachment | None = None
         defaults = {
             "lr": lr,
@@ -235,7 +238,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             entry.fill_master()
         if skip_unscale:
             entry.note_read(state_name)
-            return entry.peek(state_name)
+            return entry.outside(state_name, entry.peek(state_name))
         return get_unscaled(entry, state_name)
 
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
@@ -324,6 +327,14 @@ class FusedOffloadAdam(torch.optim.Optimizer):
     def _check_given(self, params: list[torch.Tensor]) -> None:
         check_params(params, f"parameter group {len(self.param_groups)}")
         check_numerics(self.numerics, params)
+        if not self._warned_cpu_shards and any(map(is_offloaded_by_fsdp, params)):
+            self._warned_cpu_shards = True
+            warnings.warn(
+                "FSDP keeps these parameters in host memory (CPUOffloadPolicy), so FusedOffloadAdam steps them there, "
+                "several times slower than on the GPU. It offloads its state itself: leave CPUOffloadPolicy out unless "
+                "the parameters do not fit either.",
+                stacklevel=4,
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes the gradients that `step` reads.
@@ -376,6 +387,9 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             raise TypeError(f"step() got an unexpected keyword argument {next(iter(kwargs))!r}")
         self._check_usable()
         try:
+            if not self.state and is_dummy_step():
+                self._make_state()
+                return None
             return self._step(closure, grad_scaler)
         finally:
             self._stepper.engine.cancel_prefetch()  # what a step did not use, because it was skipped or refused
@@ -402,6 +416,13 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             return loss
         self._stepper.run(self.param_groups, updates, amp, modes, self._params_with_state)
         return loss
+
+    def _make_state(self) -> None:
+        """Gives every parameter its state, as a step would, without one."""
+        params = self._params_with_state()
+        self._store.ensure(params, params)
+        for group in self.param_groups:
+            group.setdefault("step", 0)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -559,7 +580,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
     def memory_report(self) -> MemoryReport:
         """Bytes that this optimizer holds now, by place and state key."""
-        numel = sum(param.numel() for param, entry in self.state.items() if entry.bound)
+        numel = sum(entry.shape.numel() for entry in self.state.values() if entry.bound)
         return memory_report(self._store.extents(), ring_bytes=self._stepper.engine.ring_bytes(), param_numel=numel)
 
     def close(self) -> None:

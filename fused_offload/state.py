@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .dtensors import distributed_like, is_distributed, local_of, local_value, same_sharding, sharding_of
 from .kernels.forms import Form, Stored, decode, encode_
 from .storage import Extent
 from .tensors import flat, is_dense, like_memory_of, same_order
@@ -52,13 +53,14 @@ class StateEntry(dict[str, torch.Tensor]):
 
     Empty until the first step, a load or `FusedOffloadAdam.initialize_state`. Values are views of the storage, shaped
     and strided like the parameter, in their stored dtype. Handing one out waits for the last step's write-back.
+    Storage knows only what this rank has; a distributed parameter's values are handed out distributed like it.
 
     Attributes:
         param: parameter that the entry belongs to.
         extent: storage, or None without one (also for parameters without elements).
         start: first element in the extent.
         bound: whether the entry has its storage.
-        shape: the parameter's shape when it got its storage.
+        shape: the parameter's shape when it got its storage; of a distributed one that of this rank's part.
         strides: strides of the values, as the parameter's were then.
         moments_set: whether the moments may differ from zero.
         master_set: whether ``master_param`` is authoritative; if not, the next step takes the parameter instead.
@@ -72,8 +74,10 @@ class StateEntry(dict[str, torch.Tensor]):
         self.extent: Extent | None = None
         self.start = 0
         self.bound = False
-        self.shape = param.shape
-        self.strides = param.stride()
+        local = local_of(param)
+        self.shape = local.shape
+        self.strides = local.stride()
+        self._distributed: dict[str, Any] = {}
         self.moments_set = False
         self.master_set = False
 
@@ -82,7 +86,9 @@ class StateEntry(dict[str, torch.Tensor]):
     def bind(self, extent: Extent | None, start: int, forms: dict[str, Form]) -> None:
         """Gives the entry its storage: elements of ``extent`` from ``start``; None for an empty parameter."""
         self.extent, self.start, self.bound = extent, start, True
-        self.shape, self.strides = self.param.shape, self.param.stride()
+        local = local_of(self.param)
+        self.shape, self.strides = local.shape, local.stride()
+        self._distributed.clear()
         self.moments_set = self.master_set = False
         self._hooks.version += 1
         for key, form in forms.items():
@@ -116,6 +122,23 @@ class StateEntry(dict[str, torch.Tensor]):
         self._hooks.lent = True
         return super().__getitem__(key)
 
+    def outside(self, key: str, values: torch.Tensor) -> torch.Tensor:
+        """Values of one key as callers see them.
+
+        Args:
+            key: state key.
+            values: shaped like this rank's part of the parameter; for the live view the result is always one object.
+        """
+        if not is_distributed(self.param):
+            return values
+        if values is not super().__getitem__(key):
+            return distributed_like(self.param, values)
+        known = self._distributed.get(key)
+        if known is None or known._local_tensor is not values or not same_sharding(known, self.param):
+            known = self._distributed[key] = distributed_like(self.param, values)
+        result: torch.Tensor = known
+        return result
+
     def peek_all(self) -> list[torch.Tensor]:
         """All views, for looking at where they are, without waiting and without any effect."""
         return list(super().values())
@@ -126,6 +149,10 @@ class StateEntry(dict[str, torch.Tensor]):
             return
         for key in self:
             view, home = super().__getitem__(key), self._view(key, self.form(key))
+            distributed = self._distributed.get(key)
+            if distributed is not None and distributed._local_tensor is not view:
+                self[key] = distributed._local_tensor
+                distributed._local_tensor = view
             if view.device == home.device and view.data_ptr() == home.data_ptr():
                 continue
             check_value(self, key, view)
@@ -135,7 +162,7 @@ class StateEntry(dict[str, torch.Tensor]):
 
     def _follow_param(self) -> None:
         """Reorders the values where the parameter got other strides (``model.to(memory_format=...)``)."""
-        param = self.param
+        param = local_of(self.param)
         moved = param.shape == self.shape and not same_order(param.shape, param.stride(), self.strides)
         if not moved or not is_dense(param):
             return
@@ -159,16 +186,17 @@ class StateEntry(dict[str, torch.Tensor]):
         """Writes the parameter's value into a master that is not authoritative yet; it stays so."""
         if "master_param" not in self or self.master_set or self.extent is None:
             return
-        if self.param.shape != self.shape:
+        local = local_of(self.param)
+        if local.shape != self.shape:
             raise RuntimeError(
-                f"A parameter has shape {tuple(self.param.shape)} now, but its state was made for {tuple(self.shape)}, "
+                f"A parameter has shape {tuple(local.shape)} now, but its state was made for {tuple(self.shape)}, "
                 "and its master weights are still in the parameter. Bring the parameter back first."
             )
         stored = self.stored("master_param")
         if stored.form.name == "remainder":
             stored.data.zero_()
         else:
-            write_values(stored, self.ordered(self.param))
+            write_values(stored, self.ordered(local))
 
     def reset_moments(self) -> None:
         """Takes the moments back to zero."""
@@ -212,7 +240,7 @@ class StateEntry(dict[str, torch.Tensor]):
         """The view of one key, complete."""
         if key in self:
             self._hand_out(key)
-        return super().__getitem__(key)
+        return self.outside(key, super().__getitem__(key))
 
     def get(self, key: str, default: Any = None) -> Any:
         """The view of one key, complete, or ``default``."""
@@ -221,12 +249,15 @@ class StateEntry(dict[str, torch.Tensor]):
     def items(self) -> Any:
         """Keys and complete views."""
         self._hand_out(*self)
-        return super().items()
+        return self._all_outside().items() if is_distributed(self.param) else super().items()
 
     def values(self) -> Any:
         """Complete views."""
         self._hand_out(*self)
-        return super().values()
+        return self._all_outside().values() if is_distributed(self.param) else super().values()
+
+    def _all_outside(self) -> dict[str, torch.Tensor]:
+        return {key: self.outside(key, self.peek(key)) for key in self}
 
     def __iter__(self) -> Iterator[str]:
         """Keys. Defined so that ``dict(entry)`` and ``{**entry}`` read through `__getitem__`."""
@@ -246,7 +277,14 @@ class StateEntry(dict[str, torch.Tensor]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, torch.Tensor]:
         """A plain dict of copies, each with memory of its own: torch would copy all of the storage behind a view."""
-        return {key: memo.setdefault(id(view), view.detach().clone()) for key, view in self.items()}
+        self._hand_out(*self)
+        copies = {}
+        for key in self:
+            view = self.peek(key)
+            if id(view) not in memo:
+                memo[id(view)] = self.outside(key, view.detach().clone())
+            copies[key] = memo[id(view)]
+        return copies
 
     def __reduce__(self) -> Any:
         """Pickles as a plain dict of copies, as `__deepcopy__` does."""
@@ -259,7 +297,8 @@ class StateEntry(dict[str, torch.Tensor]):
 
         Args:
             key: a state key, or ``"step"``, which goes to the parameter's group.
-            value: a tensor shaped like the parameter, on any device; for ``"step"`` a number.
+            value: a tensor shaped like the parameter, on any device; for a distributed parameter one sharded like it,
+                or this rank's part; for ``"step"`` a number.
 
         Raises:
             KeyError: for a key that this optimizer does not keep.
@@ -272,6 +311,7 @@ class StateEntry(dict[str, torch.Tensor]):
             return
         if not self.bound:
             self._hooks.initialize(self.param)
+        value = local_value(self.param, key, value)
         check_value(self, key, value)
         self._hooks.wait()
         view = self.peek(key)
@@ -288,6 +328,10 @@ class StateEntry(dict[str, torch.Tensor]):
             ValueError: for another shape; nothing is changed.
         """
         other.wait_and_rehome()
+        if is_distributed(self.param) and is_distributed(other.param) and not same_sharding(self.param, other.param):
+            raise ValueError(
+                f"State of a parameter with {sharding_of(other.param)} does not fit one with {sharding_of(self.param)}"
+            )
         keys = [key for key in other if other.is_set(key)]
         if keys and not self.bound:
             self._hooks.initialize(self.param)
@@ -297,7 +341,7 @@ class StateEntry(dict[str, torch.Tensor]):
         self.reset_moments()
         self.unset_master()
         for key in keys:
-            set_scaled(self, key, get_unscaled(other, key))
+            set_scaled(self, key, local_of(get_unscaled(other, key)))
 
     def wait_and_rehome(self) -> None:
         """Makes the storage hold complete values."""
@@ -420,14 +464,15 @@ def get_unscaled(entry: StateEntry, key: str) -> torch.Tensor:
     view = entry.peek(key)
     if view.dtype in (torch.float32, torch.int16):
         entry.note_read(key)
-        return view
+        return entry.outside(key, view)
     if entry.extent is None:
-        return view.float()
-    return entry.shaped(decode(entry.stored(key)))
+        return entry.outside(key, view.float())
+    return entry.outside(key, entry.shaped(decode(entry.stored(key))))
 
 
 def set_scaled(entry: StateEntry, key: str, value: torch.Tensor) -> None:
     """Writes float32 values (int16 for remainders) in their stored form; they become authoritative."""
+    value = local_value(entry.param, key, value)
     check_value(entry, key, value)
     view = entry.peek(key)
     if not same_memory(value, view) and entry.extent is not None:

@@ -11,6 +11,7 @@ from torch.profiler import record_function
 from .amp import AmpInputs
 from .arguments import check_numerics
 from .config import OffloadConfig
+from .dtensors import local_of
 from .engine import Engine, step_corrections
 from .kernels.reference import AdamScalars, adam_scalars
 from .planner import Planner
@@ -159,7 +160,8 @@ class Stepper:
         for entry in plan.initial:
             entry.mark_set()
         if plan.initial and amp.found_inf is not None and amp.found_inf.device.type != "cpu":
-            group_of = dict(zip(map(id, updates.params), updates.groups, strict=True))
+            params = self._watch.params
+            group_of = {id(params[place]): self._watch.groups[place] for place in updates.positions}
             self._unconfirmed += [(entry, param_groups[group_of[id(entry.param)]]) for entry in plan.initial]
 
     def _ready_entries(self, updates: Updates, wanted: Callable[[], list[torch.Tensor]]) -> list[StateEntry]:
@@ -201,7 +203,7 @@ class Stepper:
         entry = self._store.state[param] if param in self._store.state else None
         if entry is None or entry.extent is None:
             return None
-        layout = entry.extent.layout
+        layout, param = entry.extent.layout, local_of(param)
         if param.device != layout.device:
             return (
                 f"A parameter of group {group} moved from {layout.device} to {param.device} after it got its "

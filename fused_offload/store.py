@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from .config import OffloadConfig
+from .dtensors import local_of
 from .hostmem import check_host_bytes
 from .kernels.forms import Form
 from .mapping import StateMapping
@@ -19,6 +20,10 @@ from .storage import Extent, Layout
 from .tensors import addresses_of
 
 
+def _numel(param: torch.Tensor) -> int:
+    return local_of(param).numel()
+
+
 class _Place(NamedTuple):
     param: torch.Tensor  # keeps the id that the place is filed under from being reused
     extent: Extent
@@ -26,8 +31,8 @@ class _Place(NamedTuple):
     numel: int
 
     def fits(self, param: torch.Tensor) -> bool:
-        layout = self.extent.layout
-        return (layout.device, layout.param_dtype, self.numel) == (param.device, param.dtype, param.numel())
+        layout, local = self.extent.layout, local_of(param)
+        return (layout.device, layout.param_dtype, self.numel) == (local.device, local.dtype, local.numel())
 
 
 class StateStore:
@@ -72,10 +77,10 @@ class StateStore:
         numels: dict[Layout, int] = {}
         for extent in self.extents():
             numels[extent.layout] = max(numels.get(extent.layout, 0), extent.numel)
-        waiting = [param for param in known if param.numel() and not self._is_bound(param)]
+        waiting = [param for param in known if _numel(param) and not self._is_bound(param)]
         new: dict[Layout, int] = {}
         for param, layout in zip(waiting, self._layouts(waiting, known), strict=True):
-            new[layout] = new.get(layout, 0) + align(param.numel())
+            new[layout] = new.get(layout, 0) + align(_numel(param))
         return {layout: max(numels.get(layout, 0), new.get(layout, 0)) for layout in {**numels, **new}}
 
     def ensure(self, wanted: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
@@ -98,7 +103,7 @@ class StateStore:
             place = self._reserved.get(id(param))
             if place is not None and not place.fits(param):
                 del self._reserved[id(param)]
-        if any(param.numel() and id(param) not in self._reserved for param in new):
+        if any(_numel(param) and id(param) not in self._reserved for param in new):
             self._reserve([param for param in known if not self._is_bound(param)], known)
         for param in new:
             place = self._reserved.pop(id(param), None)
@@ -110,14 +115,14 @@ class StateStore:
     def _is_bound(self, param: torch.Tensor) -> bool:
         entry = self.state[param] if param in self.state else None
         # An empty parameter needs no storage, until it gets elements (sharding frees and restores parameters so).
-        return entry is not None and entry.bound and (entry.extent is not None or not param.numel())
+        return entry is not None and entry.bound and (entry.extent is not None or not _numel(param))
 
     def _reserve(self, params: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
-        waiting = [param for param in params if param.numel() and id(param) not in self._reserved]
+        waiting = [param for param in params if _numel(param) and id(param) not in self._reserved]
         layouts = self._layouts(waiting, known)
         numels: dict[Layout, int] = {}
         for param, layout in zip(waiting, layouts, strict=True):
-            numels[layout] = numels.get(layout, 0) + align(param.numel())
+            numels[layout] = numels.get(layout, 0) + align(_numel(param))
         host_bytes = sum(layout.state_bytes(numel) for layout, numel in numels.items() if self._on_host(layout))
         check_host_bytes(host_bytes)
         extents: dict[Layout, Extent] = {}
@@ -133,8 +138,8 @@ class StateStore:
             raise
         filled = dict.fromkeys(numels, 0)
         for param, layout in zip(waiting, layouts, strict=True):
-            self._reserved[id(param)] = _Place(param, extents[layout], filled[layout], param.numel())
-            filled[layout] += align(param.numel())
+            self._reserved[id(param)] = _Place(param, extents[layout], filled[layout], _numel(param))
+            filled[layout] += align(_numel(param))
 
     def _warn_unpinned(self) -> None:
         if not self._warned_unpinned:
@@ -161,7 +166,7 @@ class StateStore:
             forms = self._forms_of(param)
             layouts.append(
                 Layout(
-                    param.device,
+                    local_of(param).device,
                     param.dtype,
                     forms["exp_avg"],
                     forms["exp_avg_sq"],
@@ -172,7 +177,7 @@ class StateStore:
         return layouts
 
     def _state_bytes(self, param: torch.Tensor) -> int:
-        return sum(form.stored_bytes(align(param.numel())) for form in self._forms_of(param).values())
+        return sum(form.stored_bytes(align(_numel(param))) for form in self._forms_of(param).values())
 
     def _is_offloaded(self, param: torch.Tensor) -> bool:
         if id(param) in self._reserved:

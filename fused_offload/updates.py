@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from .dtensors import has_partial, is_distributed, local_of, locals_of, same_sharding, sharding_of
 from .tensors import FLOAT_DTYPES, addresses_of, is_dense, like_memory_of, same_order
 from .watch import KindWatch, same_objects
 
@@ -17,7 +18,7 @@ class Updates(NamedTuple):
     """Parameters with gradients, in group order; parameters without elements are left out.
 
     Attributes:
-        params: parameters.
+        params: parameters; of distributed ones what this rank has.
         grads: their gradients, in the parameters' memory order.
         groups: index of each parameter's group.
         positions: place of each parameter in `ParamWatch.params`.
@@ -48,7 +49,8 @@ class ParamWatch:
     whether all are what they were; the questions are cheap in bulk, the full checks are not.
 
     Attributes:
-        params: parameters in group order.
+        params: parameters in group order, as the groups hold them.
+        tensors: the same, of distributed ones what this rank has.
         groups: index of each parameter's group.
         devices: where the parameters are.
         generation: counts changes of the parameters.
@@ -58,9 +60,11 @@ class ParamWatch:
         """Knows no parameters yet."""
         self.generation = 0
         self.params: list[torch.Tensor] = []
+        self.tensors: list[torch.Tensor] = []
         self.groups: list[int] = []
         self.devices: set[torch.device] = set()
         self._lengths: list[int] = []
+        self._some_distributed = False
         self._kinds = KindWatch([])
         self._addresses = addresses_of([])
         self._present: list[int] = []
@@ -86,11 +90,12 @@ class ParamWatch:
         """
         params = [param for group in param_groups for param in group["params"]]
         lengths = [len(group["params"]) for group in param_groups]
+        tensors = locals_of(params) if self._some_distributed else params
         unchanged = (
             lengths == self._lengths
             and same_objects(params, self.params)
-            and self._kinds.same_kind(params)
-            and np.array_equal(self._addresses, addresses_of(params))
+            and self._kinds.same_kind(tensors)
+            and np.array_equal(self._addresses, addresses_of(tensors))
         )
         if not unchanged:
             self._take_in(param_groups, params, lengths)
@@ -99,6 +104,8 @@ class ParamWatch:
             found = [getattr(param, "decoupled_grad", None) for param in params]
         else:
             found = [param._grad for param in params]  # as .grad, without its warning for views of a flat buffer
+        if self._some_distributed:
+            found = list(map(_local_grad, params, found, self.groups))
         return self._like_last(found) or self._checked(found)
 
     def _take_in(self, param_groups: Sequence[dict[str, Any]], params: list[torch.Tensor], lengths: list[int]) -> None:
@@ -106,9 +113,11 @@ class ParamWatch:
         for index, group in enumerate(param_groups):
             check_params(group["params"], f"parameter group {index}")
         self.params, self._lengths = params, lengths
+        self._some_distributed = any(map(is_distributed, params))
+        self.tensors = tensors = locals_of(params) if self._some_distributed else params
         self.groups = [index for index, length in enumerate(lengths) for _ in range(length)]
-        self.devices = {param.device for param in params}
-        self._kinds, self._addresses = KindWatch(params), addresses_of(params)
+        self.devices = {tensor.device for tensor in tensors}
+        self._kinds, self._addresses = KindWatch(tensors), addresses_of(tensors)
         self.generation += 1
         self._signatures.clear()
 
@@ -137,9 +146,9 @@ class ParamWatch:
         self._last = None
         present = [index for index, grad in enumerate(found) if grad is not None]
         for index in present:
-            _check_grad(self.params[index], found[index], self.groups[index])
-        positions = [index for index in present if self.params[index].numel()]
-        params = [self.params[index] for index in positions]
+            _check_grad(self.tensors[index], found[index], self.groups[index])
+        positions = [index for index in present if self.tensors[index].numel()]
+        params = [self.tensors[index] for index in positions]
         given = [found[index] for index in positions]
         grads = [_in_memory_order(param, grad) for param, grad in zip(params, given, strict=True)]
         dtypes = [grad.dtype for grad in grads]
@@ -171,6 +180,8 @@ class ParamWatch:
 def _check_grad(param: torch.Tensor, grad: Any, group: int) -> None:
     if not isinstance(grad, torch.Tensor):
         raise TypeError(f"A gradient should be a tensor, but got {type(grad).__name__} in parameter group {group}")
+    if is_distributed(grad):  # that of a distributed parameter was taken apart before
+        raise RuntimeError(_other_sharding(param, grad, group))
     if grad.layout != torch.strided:
         raise RuntimeError("FusedOffloadAdam does not support sparse gradients; use dense embeddings (sparse=False)")
     if grad.dtype not in FLOAT_DTYPES:
@@ -188,6 +199,26 @@ def _check_grad(param: torch.Tensor, grad: Any, group: int) -> None:
             f"A gradient should have the shape of its parameter {tuple(param.shape)}, but got {tuple(grad.shape)} "
             f"in parameter group {group}"
         )
+
+
+def _local_grad(param: torch.Tensor, grad: Any, group: int) -> Any:
+    """What this rank has of a gradient, which has to be sharded like its parameter.
+
+    Whatever is no tensor is left to `_check_grad`.
+    """
+    if is_distributed(param) and is_distributed(grad) and same_sharding(param, grad):
+        return local_of(grad)
+    if not isinstance(grad, torch.Tensor) or not (is_distributed(param) or is_distributed(grad)):
+        return grad
+    raise RuntimeError(_other_sharding(param, grad, group))
+
+
+def _other_sharding(param: torch.Tensor, grad: torch.Tensor, group: int) -> str:
+    expected, got = (sharding_of(t) if is_distributed(t) else "a plain tensor" for t in (param, grad))
+    return (
+        f"A gradient should be sharded like its parameter ({expected}), but got {got} in parameter group {group}. "
+        "Reduce and redistribute it first: grad.redistribute(placements=param.placements)."
+    )
 
 
 class _ParamSpans:
@@ -236,6 +267,7 @@ def check_params(params: Sequence[Any], where: str) -> None:
             )
     if any(type(param) not in _PLAIN_TENSORS for param in params):
         _check_subclasses(params, where)
+        params = locals_of(params)
     devices = {param.device for param in params}
     if len(devices) > 1:
         names = ", ".join(sorted(str(device) for device in devices))
@@ -264,6 +296,12 @@ _PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
 
 def _check_subclasses(params: Sequence[torch.Tensor], where: str) -> None:
     for position, param in enumerate(params):
+        if is_distributed(param) and has_partial(param):
+            raise TypeError(
+                f"Parameter {position} of {where} is a DTensor with partial values ({sharding_of(param)}), which no "
+                "rank can update alone. Redistribute it to Shard or Replicate first."
+            )
+        param = local_of(param)
         if hasattr(param, "_local_tensor") or hasattr(type(param), "__tensor_flatten__"):
             raise TypeError(
                 f"Parameter {position} of {where} is a {type(param).__name__}, which FusedOffloadAdam cannot update: "

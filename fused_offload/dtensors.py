@@ -1,0 +1,97 @@
+"""Distributed tensors: only the part that this rank holds is touched, and nothing communicates.
+
+A ``DTensor`` is told by its attributes, so that programs without any do not import ``torch.distributed.tensor``.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+_PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Whether a tensor is a ``DTensor``."""
+    return type(tensor) not in _PLAIN_TENSORS and hasattr(tensor, "_local_tensor") and hasattr(tensor, "_spec")
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor behind a ``DTensor``, not a view of it; any other tensor itself."""
+    if not is_distributed(tensor):
+        return tensor
+    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
+    # The result of a collective that is still on its way, as tensor parallelism makes them; its data_ptr() is nobody's.
+    return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local  # type: ignore[attr-defined]
+
+
+def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """`local_of` of each."""
+    return [local_of(tensor) for tensor in tensors]
+
+
+def same_sharding(one: Any, other: Any) -> bool:
+    """Whether two ``DTensor`` of one global shape have the same elements on every rank."""
+    a, b = one._spec, other._spec
+    return (a.mesh is b.mesh or bool(a.mesh == b.mesh)) and a.placements == b.placements and one.shape == other.shape
+
+
+def sharding_of(tensor: Any) -> str:
+    """Global shape and placements in words."""
+    return f"shape {tuple(tensor.shape)}, placements {tuple(tensor._spec.placements)} on {tensor._spec.mesh}"
+
+
+def has_partial(tensor: Any) -> bool:
+    """Whether a ``DTensor``'s elements are still to be reduced over ranks."""
+    return any(placement.is_partial() for placement in tensor._spec.placements)
+
+
+def is_offloaded_by_fsdp(param: Any) -> bool:
+    """Whether a parameter was sharded over GPUs, but is kept in host memory (FSDP's ``CPUOffloadPolicy``)."""
+    return is_distributed(param) and param._spec.mesh.device_type != "cpu" and local_of(param).device.type == "cpu"
+
+
+def local_value(param: torch.Tensor, key: str, value: Any) -> Any:
+    """What of a state value is stored here.
+
+    Args:
+        param: parameter that the value belongs to.
+        key: state key.
+        value: a ``DTensor`` sharded like the parameter; anything else is returned as it is.
+
+    Raises:
+        TypeError: for a distributed value of a parameter that is not.
+        ValueError: for one that is sharded in another way.
+    """
+    if not is_distributed(value):
+        return value
+    if not is_distributed(param):
+        raise TypeError(f"{key} is a DTensor, but its parameter is not; pass the plain tensor (DTensor.full_tensor())")
+    if not same_sharding(value, param):
+        raise ValueError(
+            f"{key} should be sharded like its parameter ({sharding_of(param)}), but got {sharding_of(value)}. Load "
+            "through torch.distributed.checkpoint, which reshards."
+        )
+    return local_of(value)
+
+
+def distributed_like(param: Any, local: torch.Tensor) -> torch.Tensor:
+    """``local`` itself as this rank's part of a tensor sharded like ``param``.
+
+    ``DTensor.from_local`` would move a tensor in host memory to the device of the mesh, hence the plain constructor.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    spec = copy.copy(param._spec)
+    spec.tensor_meta = TensorMeta(param.shape, param.stride(), local.dtype)
+    with torch.inference_mode(False):
+        # Given a view, the constructor notes its storage offset, which makes data_ptr() of the whole something else
+        # than 0. Writers that copy state before they save it in the background then look for memory there.
+        whole: Any = DTensor(local.new_empty(0), spec, requires_grad=False)
+    whole._local_tensor = local
+    result: torch.Tensor = whole
+    return result
