@@ -1,0 +1,684 @@
+"""Scenarios of tests/test_fsdp.py, run by every rank of a gloo group: ``fsdp_scenarios.py FOLDER NAME...``.
+
+One process runs many of them, since starting it takes longer than most. Each line of output is the name of one that
+passed.
+"""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import gc
+import os
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fused_offload import FusedOffloadAdam, OffloadConfig
+
+FOLDER = Path()
+SCENARIOS: dict[str, Callable[[], None]] = {}
+Settings = dict[str, Any]
+HYPER: Settings = {"lr": 1e-2, "weight_decay": 0.1}
+DONE_S = 60
+
+
+def scenario(function: Callable[[], None]) -> Callable[[], None]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+# -- a small GPT ------------------------------------------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.qkv = torch.nn.Linear(width, 3 * width)
+        self.out = torch.nn.Linear(width, width)
+        self.up = torch.nn.Linear(width, 2 * width + 1)
+        self.down = torch.nn.Linear(2 * width + 1, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.out(torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class GPT(torch.nn.Module):
+    """With tied embeddings, a one-element gain that only one rank can have, and odd sizes."""
+
+    def __init__(self, width: int = 15, tokens: int = 31) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(tokens, width)
+        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(2))
+        self.gain = torch.nn.Parameter(torch.ones(1))
+        self.head = torch.nn.Linear(width, tokens, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.gain)
+
+
+def gpt(seed: int = 0, **options: Any) -> GPT:
+    torch.manual_seed(seed)
+    return shard(GPT(), **options)
+
+
+def shard(model: Any, *, dtype: torch.dtype = torch.float32, **options: Any) -> Any:
+    model = model.to(dtype)
+    for block in getattr(model, "blocks", ()):
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def adam(model: torch.nn.Module, **settings: Any) -> FusedOffloadAdam:
+    return FusedOffloadAdam(model.parameters(), **{**HYPER, **settings})
+
+
+def loss_of(model: torch.nn.Module, step: int, rows: slice = slice(None)) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    tokens = torch.randint(31, (4, 9), generator=generator)[rows]
+    logits = model(tokens[:, :-1]).float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range, clip: float | None = None) -> None:
+    for step in steps:
+        loss_of(model, step).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        with alone() if isinstance(optimizer, FusedOffloadAdam) else warnings.catch_warnings():
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+class _Alone(TorchDispatchMode):
+    """Refuses collectives and everything that torch would dispatch through DTensor, which may communicate."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace or any(issubclass(kind, DTensor) for kind in types):
+            raise AssertionError(f"{func} of {types}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    with _Alone():
+        yield
+
+
+# -- comparing --------------------------------------------------------------------------------------------------------
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return getattr(tensor, "_local_tensor", tensor).detach()
+
+
+def same(one: Any, other: Any) -> None:
+    one, other = local(one), local(other)
+    assert one.dtype == other.dtype, (one.dtype, other.dtype)
+    assert torch.equal(one, other), (one, other)
+
+
+def same_training(one: Any, a: FusedOffloadAdam, other: Any, b: FusedOffloadAdam) -> None:
+    for p, q in zip(one.parameters(), other.parameters(), strict=True):
+        same(p, q)
+        assert a.state[p].keys() == b.state[q].keys()
+        for key in a.state[p]:
+            same(a.state[p][key], b.state[q][key])
+    assert [group.get("step") for group in a.param_groups] == [group.get("step") for group in b.param_groups]
+
+
+FORMS: dict[str, Settings] = {
+    "plain": {},
+    "masters": {"master_weights": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float16},
+    "remainders": {"master_weights": True, "store_param_remainders": True},
+}
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+@scenario
+def equals_the_resident_run() -> None:
+    for name, forms in FORMS.items():
+        dtype = torch.float32 if name == "plain" else torch.bfloat16
+        runs = []
+        for offload in (OffloadConfig(chunk_bytes=3000), OffloadConfig(fraction=0.0)):
+            model = gpt(dtype=dtype)
+            optimizer = adam(model, offload=offload, **forms)
+            train(model, optimizer, range(5), clip=0.5)
+            runs += [model, optimizer]
+        same_training(*runs)
+
+
+@scenario
+def is_near_adamw() -> None:
+    # The same gradients for both: those of key biases are nothing but rounding, which Adam makes as large as any.
+    ours, theirs = gpt(), gpt()
+    optimizer, reference = adam(ours), torch.optim.AdamW(theirs.parameters(), **HYPER)
+    for step in range(10):
+        loss_of(ours, step).backward()
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            q.grad = p.grad
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(local(p), local(q))
+
+
+@scenario
+def hybrid_sharding_and_a_second_dimension() -> None:
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("replicate", "shard"))
+    other = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("replicate", "shard"))
+    for options in ({"mesh": mesh}, {"mesh": other}, {"shard_placement_fn": by_columns}):
+        runs = []
+        for offload in (OffloadConfig(), OffloadConfig(fraction=0.0)):
+            model = gpt(**options)
+            optimizer = adam(model, offload=offload)
+            train(model, optimizer, range(3))
+            runs += [model, optimizer]
+        same_training(*runs)
+        for param in runs[0].parameters():
+            value = runs[1].state[param]["exp_avg"]
+            assert (value.placements, value.device_mesh) == (param.placements, param.device_mesh)
+
+
+def by_columns(param: torch.nn.Parameter) -> Shard | None:
+    return Shard(1) if param.dim() == 2 and param.shape[1] % dist.get_world_size() == 0 else None
+
+
+@scenario
+def state_is_distributed_like_the_parameters() -> None:
+    model = gpt()
+    optimizer = adam(model, master_weights=True)
+    train(model, optimizer, range(2))
+    for param in model.parameters():
+        entry = optimizer.state[param]
+        assert list(entry) == ["exp_avg", "exp_avg_sq", "master_param"]
+        for key in entry:
+            value = entry[key]
+            assert isinstance(value, DTensor)
+            assert (value.shape, value.stride()) == (param.shape, param.stride())
+            assert (value.placements, value.device_mesh) == (param.placements, param.device_mesh)
+            assert local(value).shape == local(param).shape
+            assert local(value).device.type == "cpu"
+            assert entry[key] is value
+            assert entry.get(key) is value
+            assert dict(entry)[key] is value
+            assert dict(entry.items())[key] is value
+            assert value._local_tensor is entry.peek(key)
+        copied = entry.copy()
+        assert copied["exp_avg"] is entry["exp_avg"]
+    train(model, optimizer, range(2, 3))
+    assert entry["exp_avg"] is copied["exp_avg"]
+    assert optimizer.memory_report().param_numel == sum(local(param).numel() for param in model.parameters())
+
+
+@scenario
+def values_written_into_state_are_copied() -> None:
+    model = gpt()
+    optimizer = adam(model)
+    train(model, optimizer, range(1))
+    param = model.embed.weight
+    entry = optimizer.state[param]
+    view = entry["exp_avg"]
+    address = local(view).data_ptr()
+    entry["exp_avg"] = torch.full_like(view, 3.0)
+    assert entry["exp_avg"] is view
+    assert local(view).eq(3).all()
+    entry["exp_avg"] = torch.full_like(local(view), 4.0)
+    assert local(view).eq(4).all()
+    view._local_tensor = torch.full_like(local(view), 5.0)  # pointed elsewhere
+    optimizer.state_dict()
+    assert entry["exp_avg"] is view
+    assert local(view).eq(5).all()
+    assert local(view).data_ptr() == address
+    optimizer.set_scaled_state(param, "exp_avg", torch.full_like(local(view), 6.0))
+    assert optimizer.get_unscaled_state(param, "exp_avg") is view
+    assert local(view).eq(6).all()
+    replicated = distribute_tensor(torch.zeros(param.shape), param.device_mesh, [Replicate()])
+    if dist.get_world_size() > 1:
+        refused(ValueError, "sharded like its parameter", entry.__setitem__, "exp_avg", replicated)
+        refused(ValueError, "sharded like its parameter", optimizer.set_scaled_state, param, "exp_avg", replicated)
+        refused(ValueError, "should have shape", entry.__setitem__, "exp_avg", torch.zeros(param.shape))
+    plain = torch.nn.Parameter(torch.zeros(param.shape))
+    other = FusedOffloadAdam([plain])
+    other.initialize_state(plain)
+    refused(TypeError, "its parameter is not", other.state[plain].__setitem__, "exp_avg", replicated)
+    assert local(view).eq(6).all()
+
+
+def refused(kind: type[BaseException], words: str, function: Callable[..., Any], *arguments: Any) -> None:
+    with pytest.raises(kind, match=re.escape(words)):
+        function(*arguments)
+
+
+@scenario
+def what_cannot_be_stepped_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    partial = DTensor.from_local(torch.zeros(3), mesh, [Partial()])
+    refused(TypeError, "partial values", FusedOffloadAdam, [partial])
+    param = torch.nn.Parameter(distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)]))
+    optimizer = FusedOffloadAdam([param], use_decoupled_grad=True)
+    for grad in (
+        distribute_tensor(torch.ones(5, 2), mesh, [Replicate()]),
+        DTensor.from_local(torch.ones(5, 2), mesh, [Partial()]),
+        torch.ones(5, 2),
+    ):
+        param.decoupled_grad = grad
+        refused(RuntimeError, "sharded like its parameter", optimizer.step)
+    param.decoupled_grad = 3
+    refused(TypeError, "should be a tensor", optimizer.step)
+    assert local(param).eq(1).all()
+    assert "step" not in optimizer.param_groups[0]
+    param.decoupled_grad = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
+    optimizer.step()
+    assert local(param).ne(1).all()
+    param.decoupled_grad = distribute_tensor(torch.ones(5, 2), mesh, [Replicate()])  # after a step that was fine
+    refused(RuntimeError, "sharded like its parameter", optimizer.step)
+    plain = torch.nn.Parameter(torch.ones(3))
+    plain.decoupled_grad = distribute_tensor(torch.ones(3), mesh, [Replicate()])
+    refused(RuntimeError, "a plain tensor", FusedOffloadAdam([plain], use_decoupled_grad=True).step)
+
+
+@scenario
+def a_rank_with_only_empty_shards() -> None:
+    torch.manual_seed(0)
+    model = fully_shard(torch.nn.Linear(7, 1))
+    optimizer = adam(model, master_weights=True)
+    for step in range(3):
+        model(torch.full((2, 7), 1.0 + step)).sum().backward()
+        with alone():
+            optimizer.step()
+        optimizer.zero_grad()
+    empty = dist.get_rank() > 0
+    for param in model.parameters():
+        assert (local(param).numel() == 0) == empty
+        assert list(optimizer.state[param]) == ["exp_avg", "exp_avg_sq", "master_param"]
+        assert optimizer.state[param]["exp_avg"].shape == param.shape
+    assert optimizer.param_groups[0]["step"] == 3
+    round_trip("empty", model, optimizer, fully_shard(torch.nn.Linear(7, 1)))
+
+
+@scenario
+def cpu_offload_policy() -> None:
+    runs = []
+    for options in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
+        model = gpt(**options)
+        optimizer = adam(model)
+        train(model, optimizer, range(2))
+        runs += [model, optimizer]
+    same_training(*runs)
+    # On a mesh of CPUs the policy moves nothing; a mesh of GPUs makes the same parameters offloaded ones.
+    mesh = DeviceMesh("cuda", list(range(dist.get_world_size())), _init_backend=False, _rank=dist.get_rank())
+    params = list(model.parameters())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FusedOffloadAdam(params)
+        assert not caught
+        for param in params:
+            param._spec = copy.copy(param._spec)  # others share it
+            param._spec.mesh = mesh
+        optimizer = FusedOffloadAdam([{"params": params[:3]}, {"params": params[3:]}])
+    assert [str(warning.message).split("(")[1].split(")")[0] for warning in caught] == ["CPUOffloadPolicy"]
+    for param in params:
+        optimizer.initialize_state(param)
+        assert optimizer.state[param]["exp_avg"].device.type == "cpu"
+
+
+@scenario
+def plain_and_distributed_parameters_together() -> None:
+    model, reference = gpt(), gpt()
+    plain, alone_ = (torch.nn.Parameter(torch.linspace(-1, 1, 300)) for _ in range(2))
+    optimizer = FusedOffloadAdam([{"params": [plain]}, {"params": list(model.parameters())}], **HYPER)
+    expected, expected_alone = adam(reference), FusedOffloadAdam([alone_], **HYPER)
+    for step in range(3):
+        for param, current in ((plain, optimizer), (alone_, expected_alone)):
+            param.grad = torch.linspace(1, 2, 300) * step
+            if current is expected_alone:
+                current.step()
+        train(model, optimizer, range(step, step + 1))
+        train(reference, expected, range(step, step + 1))
+    same(plain, alone_)
+    for p, q in zip(model.parameters(), reference.parameters(), strict=True):
+        same(p, q)
+        same(optimizer.state[p]["exp_avg_sq"], expected.state[q]["exp_avg_sq"])
+
+
+@scenario
+def groups_added_and_parameters_replaced() -> None:
+    model = gpt()
+    params = list(model.parameters())
+    optimizer = FusedOffloadAdam(params[:3], **HYPER)
+    train(model, optimizer, range(2))
+    before = [local(optimizer.state[param]["exp_avg"]).clone() for param in params[:3]]
+    optimizer.add_param_group({"params": params[3:], "lr": 1e-3})
+    for param, values in zip(params, before, strict=False):
+        same(optimizer.state[param]["exp_avg"], values)
+    train(model, optimizer, range(2, 4))
+    assert [group["step"] for group in optimizer.param_groups] == [4, 2]
+    old = params[0]
+    new = torch.nn.Parameter(old.detach().clone())
+    kept = local(optimizer.state[old]["exp_avg"])
+    optimizer.state[new] = optimizer.state.pop(old)
+    optimizer.param_groups[0]["params"][0] = new
+    assert local(optimizer.state[new]["exp_avg"]).data_ptr() == kept.data_ptr()
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def fresh(like: Any, **settings: Any) -> tuple[Any, FusedOffloadAdam]:
+    model = gpt(seed=99, dtype=next(like.parameters()).dtype)
+    return model, adam(model, **settings)
+
+
+def round_trip(
+    name: str, model: Any, optimizer: FusedOffloadAdam, other: Any, **settings: Any
+) -> tuple[Any, FusedOffloadAdam]:
+    """Saves and loads into new objects through dcp; loading writes into the storage that is there."""
+    saved = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    path = FOLDER / f"{name}-{dist.get_world_size()}"
+    dcp.save(saved, checkpoint_id=path)
+    new = adam(other, **settings) if settings else adam(other, master_weights=optimizer.master_weights)
+    load(path, other, new)
+    same_training(model, optimizer, other, new)
+    return other, new
+
+
+def load(path: Path, model: Any, optimizer: FusedOffloadAdam) -> None:
+    target = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    views = [local(value) for entry in optimizer.state.values() for value in entry.values()]
+    addresses = [view.data_ptr() for view in views]
+    dcp.load(target, checkpoint_id=path)
+    set_model_state_dict(model, target["model"])
+    set_optimizer_state_dict(model, optimizer, target["optimizer"])
+    assert [local(value).data_ptr() for entry in optimizer.state.values() for value in entry.values()] == addresses
+
+
+@scenario
+def dcp_round_trips() -> None:
+    for name, forms in FORMS.items():
+        dtype = torch.float32 if name == "plain" else torch.bfloat16
+        model = gpt(dtype=dtype)
+        optimizer = adam(model, **forms)
+        train(model, optimizer, range(3))
+        other, new = round_trip(name, model, optimizer, gpt(seed=99, dtype=dtype), **(forms or {"eps": 1e-8}))
+        train(model, optimizer, range(3, 5))
+        train(other, new, range(3, 5))
+        same_training(model, optimizer, other, new)
+
+
+@scenario
+def a_new_optimizer_is_not_stepped_by_saving() -> None:
+    for forms in FORMS.values():
+        model = gpt(dtype=torch.float32 if not forms else torch.bfloat16)
+        before = [local(param).clone() for param in model.parameters()]
+        optimizer = adam(model, **forms)
+        saved = get_optimizer_state_dict(model, optimizer)
+        assert len(saved["state"]) == len(before)
+        for param, values in zip(model.parameters(), before, strict=True):
+            same(param, values)
+            assert param.grad is None
+            assert not local(optimizer.state[param]["exp_avg_sq"]).any()
+        assert optimizer.param_groups[0]["step"] == 0
+        assert optimizer.param_groups[0]["lr"] == HYPER["lr"]
+        set_optimizer_state_dict(model, optimizer, saved)
+        other = gpt(dtype=before[0].dtype)
+        reference = adam(other, **forms)
+        train(model, optimizer, range(2))
+        train(other, reference, range(2))
+        same_training(model, optimizer, other, reference)
+    # A true first step at a learning rate of zero counts, whatever its gradients are.
+    model = gpt()
+    optimizer = adam(model, lr=0.0)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 1
+
+
+@scenario
+def every_kind_of_state_dict() -> None:
+    model = gpt()
+    optimizer = adam(model, master_weights=True)
+    train(model, optimizer, range(3))
+    # torch cannot load full ones that are flat, of any optimizer.
+    kinds = ((False, False, False), (False, True, True), (True, False, False), (True, True, False))
+    options = [
+        StateDictOptions(full_state_dict=full, cpu_offload=cpu, flatten_optimizer_state_dict=flat)
+        for full, cpu, flat in kinds
+    ]
+    for option in options:
+        saved = get_optimizer_state_dict(model, optimizer, options=option)
+        keys: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(keys, sorted(saved.get("state", saved)))
+        if not (option.full_state_dict and option.cpu_offload):  # which rank 0 alone gets
+            assert all(one == keys[0] for one in keys)
+        if option.full_state_dict and option.cpu_offload and dist.get_rank():
+            assert not saved or not saved.get("state")
+        loaded = StateDictOptions(
+            full_state_dict=option.full_state_dict,
+            broadcast_from_rank0=option.full_state_dict and option.cpu_offload,
+            flatten_optimizer_state_dict=option.flatten_optimizer_state_dict,
+        )
+        other, new = fresh(model, master_weights=True)
+        set_model_state_dict(other, get_model_state_dict(model))
+        set_optimizer_state_dict(other, new, saved, options=loaded)
+        same_training(model, optimizer, other, new)
+        train(other, new, range(3, 4))
+
+
+@scenario
+def asynchronous_saves_are_not_torn() -> None:
+    group = dist.new_group(backend="gloo")  # the saving thread's collectives may not meet those of training
+    for wait_between in (False, True):
+        model = gpt()
+        optimizer = adam(model)
+        train(model, optimizer, range(2))
+        path = FOLDER / f"async-{wait_between}-{dist.get_world_size()}"
+        expected = gpt()
+        reference = adam(expected)
+        train(expected, reference, range(2))
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        future = dcp.async_save(state, checkpoint_id=path, process_group=group)
+        if wait_between:
+            future.result()
+        train(model, optimizer, range(2, 6))
+        future.result()
+        other, new = fresh(model)
+        load(path, other, new)
+        same_training(other, new, expected, reference)
+        # The next save holds what is true then, not what the first one held.
+        state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+        dcp.async_save(state, checkpoint_id=FOLDER / f"{path.name}-later", process_group=group).result()
+        load(FOLDER / f"{path.name}-later", other, new)
+        same_training(other, new, model, optimizer)
+
+
+@scenario
+def packing_does_not_communicate() -> None:
+    model = gpt()
+    optimizer = adam(model, **FORMS["masters"])
+    with alone():
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+    train(model, optimizer, range(1))
+    with alone():
+        saved = optimizer.state_dict()
+        optimizer.torch_state_dict()
+        optimizer.load_state_dict(saved)
+        optimizer.reload_model_params()
+
+
+@scenario
+def saves_for_another_number_of_ranks() -> None:
+    model = gpt()
+    optimizer = adam(model, master_weights=True)
+    train(model, optimizer, range(2))
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=FOLDER / "resharded")
+
+
+@scenario
+def loads_and_saves_on_another_number_of_ranks() -> None:
+    model = gpt(seed=5)
+    optimizer = adam(model, master_weights=True)
+    load(FOLDER / "resharded", model, optimizer)
+    assert optimizer.param_groups[0]["step"] == 2
+    state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(state, checkpoint_id=FOLDER / "resharded-again")
+
+
+@scenario
+def is_the_same_after_resharding() -> None:
+    model, expected = gpt(seed=5), gpt()
+    optimizer, reference = adam(model, master_weights=True), adam(expected, master_weights=True)
+    load(FOLDER / "resharded-again", model, optimizer)
+    train(expected, reference, range(2))
+    same_training(model, optimizer, expected, reference)
+    train(model, optimizer, range(2, 4))
+    train(expected, reference, range(2, 4))
+    same_training(model, optimizer, expected, reference)
+
+
+# -- what training loops do -------------------------------------------------------------------------------------------
+
+
+@scenario
+def gradients_accumulate() -> None:
+    model, whole = gpt(), gpt()
+    optimizer, reference = adam(model), adam(whole)
+    for row in range(4):
+        (loss_of(model, 0, slice(row, row + 1)) / 4).backward()
+    loss_of(whole, 0).backward()
+    for p, q in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(local(p.grad), local(q.grad), rtol=1e-4, atol=1e-6)
+        q.grad = p.grad.clone()
+    optimizer.step()
+    reference.step()
+    same_training(model, optimizer, whole, reference)
+
+
+@scenario
+def clipping_is_applied() -> None:
+    model, other = gpt(), gpt()
+    optimizer, reference = adam(model), adam(other)
+    loss_of(model, 0).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert norm.full_tensor() > 1e-3
+    squares = torch.stack([local(param.grad).square().sum() for param in model.parameters()]).sum()
+    dist.all_reduce(squares)
+    assert abs(squares.sqrt() - 1e-3) < 1e-6
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        q.grad = p.grad
+    optimizer.step()
+    reference.step()
+    same_training(model, optimizer, other, reference)
+    torch.testing.assert_close(
+        local(optimizer.state[model.embed.weight]["exp_avg"]), 0.1 * local(model.embed.weight.grad)
+    )
+
+
+@scenario
+def only_adapters_train() -> None:
+    class Adapted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = torch.nn.Linear(9, 9)
+            self.base.requires_grad_(False)
+            self.a, self.b = torch.nn.Linear(9, 1, bias=False), torch.nn.Linear(1, 9, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.base(x) + self.b(self.a(x))
+
+    torch.manual_seed(0)
+    model = fully_shard(Adapted())
+    optimizer = adam(model)
+    base = local(model.base.weight).clone()
+    for _ in range(3):
+        model(torch.ones(2, 9)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    same(model.base.weight, base)
+    assert [param for param in model.parameters() if param in optimizer.state] == [model.a.weight, model.b.weight]
+    saved = get_optimizer_state_dict(model, optimizer)
+    assert sorted(saved["state"]) == ["a.weight", "b.weight"]
+    torch.manual_seed(1)
+    other = fully_shard(Adapted())
+    new = adam(other)
+    path = FOLDER / f"adapters-{dist.get_world_size()}"
+    dcp.save({"model": get_model_state_dict(model), "optimizer": saved}, checkpoint_id=path)
+    target = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, new)}
+    dcp.load(target, checkpoint_id=path)
+    set_model_state_dict(other, target["model"])
+    set_optimizer_state_dict(other, new, target["optimizer"])
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        same(p, q)
+        assert (p in optimizer.state) == (q in new.state)
+        if p in optimizer.state:
+            same(optimizer.state[p]["exp_avg"], new.state[q]["exp_avg"])
+
+
+@scenario
+def mixed_precision() -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for dtype in (torch.float32, torch.bfloat16):
+        runs = []
+        for offload in (OffloadConfig(), OffloadConfig(fraction=0.0)):
+            model = gpt(dtype=dtype, mp_policy=policy)
+            optimizer = adam(model, offload=offload, **(FORMS["remainders"] if dtype == torch.bfloat16 else {}))
+            train(model, optimizer, range(3), clip=1.0)
+            assert local(model.embed.weight).dtype == dtype
+            runs += [model, optimizer]
+        same_training(*runs)
+
+
+def main(folder: str, *names: str) -> None:
+    global FOLDER
+    FOLDER = Path(folder)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=DONE_S))
+    for name in names:
+        SCENARIOS[name]()
+        gc.collect()
+        dist.barrier()
+        print(name, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # other ranks may wait for this one
