@@ -18,8 +18,8 @@ from fused_offload.kernels.forms import join_remainder
 from fused_offload.megatron.adam import MegatronAdam
 
 VOCABULARY, SEQUENCE, HIDDEN, LAYERS = 96, 16, 32, 2
-SEVERAL_BUCKETS = 4000
-"""Bucket size that cuts the model into several buckets, most of them with padding at their ends."""
+SEVERAL_BUCKETS = 7000
+"""Bucket size that cuts the model into several buckets, the first of them with padding at its end."""
 
 
 class Layout(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from registry import Outcome, Results
 
 _HERE = Path(__file__).resolve().parent
-_LIMIT_S = 420
+_LIMIT_S = 600
 OUTCOMES = "MEGATRON_OUTCOMES"
 
 

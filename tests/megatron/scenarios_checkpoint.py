@@ -31,6 +31,12 @@ class Resume(NamedTuple):
         when = f"after {self.iterations_before} iterations{', TE' if self.with_te else ''}"
         return f"resume {self.optimizer}, {self.kind}, {self.layout}, {self.forms}, {when}"
 
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        """One rank for the plainest, which stand for the others there."""
+        plain = self.layout == "all overlapped" and self.iterations_before and not self.with_te
+        return BOTH_WORLDS if plain else (Phase.TWO_RANKS,)
+
     def spec(self) -> JobSpec:
         return JobSpec(self.optimizer, FORMS[self.forms], LAYOUTS[self.layout], fraction=0.3)
 
@@ -79,7 +85,7 @@ def _resume(context: Context, case: Resume) -> dict[str, Any]:
 
 
 for _case in RESUMES:
-    scenario(_case.name, lambda context, case=_case: _resume(context, case))
+    scenario(_case.name, lambda context, case=_case: _resume(context, case), _case.phases)
 
 
 # -- training while a checkpoint is written ----------------------------------------------------------------------

@@ -13,12 +13,15 @@ from scenarios_training import FORMS, LAYOUTS, SMALL_CHUNK
 from walkers import BEFORE_STATE, HARMLESS, slime_resets_state
 
 WALKED_FORMS = ("fp32", "remainders, bf16 moments")
-_LAYOUT = Layout(overlap_grad_reduce=True, bucket_size=SEVERAL_BUCKETS, experts=4)
+_LAYOUTS = {
+    "fp32": Layout(overlap_grad_reduce=True, bucket_size=SEVERAL_BUCKETS, experts=4),
+    "remainders, bf16 moments": Layout(overlap_grad_reduce=True, bucket_size=SEVERAL_BUCKETS),
+}
 _TWO = (Phase.TWO_RANKS,)
 
 
 def _spec(forms: str, optimizer: str = "ours") -> JobSpec:
-    return JobSpec(optimizer, FORMS[forms], _LAYOUT, fraction=0.5, chunk_bytes=SMALL_CHUNK)
+    return JobSpec(optimizer, FORMS[forms], _LAYOUTS[forms], fraction=0.5, chunk_bytes=SMALL_CHUNK)
 
 
 def _walk(spec: JobSpec, walk: Callable[[Job], None]) -> dict[str, Any]:

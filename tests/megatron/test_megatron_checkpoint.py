@@ -17,10 +17,10 @@ from scenarios_checkpoint import (
 )
 
 WORLDS = pytest.mark.parametrize("phase", BOTH_WORLDS, ids=lambda phase: phase.value)
-CASES = pytest.mark.parametrize("case", RESUMES, ids=lambda case: case.name)
+RUNS = [pytest.param(case, phase, id=f"{case.name}-{phase.value}") for case in RESUMES for phase in case.phases]
+CASES = pytest.mark.parametrize(("case", "phase"), RUNS)
 
 
-@WORLDS
 @CASES
 def test_loading_gives_what_was_saved(results: Results, case: Resume, phase: Phase) -> None:
     for rank, run in enumerate(results.ranks(case.name, phase)):
@@ -29,14 +29,12 @@ def test_loading_gives_what_was_saved(results: Results, case: Resume, phase: Pha
             assert_same(run["loaded"]["state"], run["saved"]["state"], f"rank {rank}, state")
 
 
-@WORLDS
 @CASES
 def test_resumed_training_has_the_bits_of_the_uninterrupted_one(results: Results, case: Resume, phase: Phase) -> None:
     for rank, run in enumerate(results.ranks(case.name, phase)):
         assert_same(run["resumed"], run["went on"], f"rank {rank}")
 
 
-@WORLDS
 @CASES
 def test_step_counts_survive_in_all_groups(results: Results, case: Resume, phase: Phase) -> None:
     for run in results.ranks(case.name, phase):
@@ -45,10 +43,7 @@ def test_step_counts_survive_in_all_groups(results: Results, case: Resume, phase
         assert run["resumed"]["steps"] == [case.iterations_before + AFTER] * len(steps)
 
 
-@WORLDS
-@pytest.mark.parametrize(
-    "case", [case for case in RESUMES if case.layout == "all overlapped"], ids=lambda case: case.name
-)
+@pytest.mark.parametrize(("case", "phase"), [run for run in RUNS if run.values[0].layout == "all overlapped"])
 def test_saving_changes_nothing(results: Results, case: Resume, phase: Phase) -> None:
     references = results.ranks(f"{case.layout}, {case.forms}, reference", phase)
     for run, reference in zip(results.ranks(case.name, phase), references, strict=True):
@@ -57,10 +52,10 @@ def test_saving_changes_nothing(results: Results, case: Resume, phase: Phase) ->
 
 
 @WORLDS
-def test_buckets_before_the_last_one_have_padding(results: Results, phase: Phase) -> None:
+def test_a_bucket_before_the_last_one_has_padding(results: Results, phase: Phase) -> None:
     case = next(case for case in RESUMES if (case.kind, case.layout) == ("fully_reshardable", "all overlapped"))
     for run in results.ranks(case.name, phase):
-        assert sum(padded > unpadded for padded, unpadded in run["buckets"][:-1]) > 1
+        assert any(padded > unpadded for padded, unpadded in run["buckets"][:-1])
 
 
 @pytest.mark.parametrize(("kind", "forms"), WRITTEN_LATER)

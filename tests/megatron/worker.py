@@ -46,8 +46,8 @@ class Worker:
                 outcome = self._run(scenario)
                 torch.save(tuple(outcome), self._directory / f"{number}.{self._process}.outcome")
                 ok = outcome.error is None
-                if not ok or phase.alone:
-                    _leave_groups()
+                if not ok:
+                    _leave_groups()  # also lets a rank go on that waits for this one
                 if not phase.alone and not self._meet(f"end of {number}", ok=ok):
                     _leave_groups()
             _leave_groups()
@@ -60,7 +60,6 @@ class Worker:
             value = scenario.function(Context(self._directory, scenario.phase))
         except Exception:
             error = traceback.format_exc()
-        gc.collect()  # models and optimizers are full of cycles, and process groups live as long as they do
         return Outcome(scenario.name, scenario.phase, self._process, value, error, time.monotonic() - started)
 
     def _join_groups(self, phase: Phase) -> None:
@@ -70,7 +69,6 @@ class Worker:
 
         if self._groups_made == 0:
             stand_in.install_in_megatron()
-            gc.freeze()  # collections then look at what scenarios leave, not at half a million objects of modules
         self._groups_made += 1
         world = f"{phase.name}.{self._process if phase.alone else 'both'}.{self._groups_made}"
         ranks = 1 if phase.alone else 2
@@ -94,6 +92,7 @@ def _leave_groups() -> None:
     if torch.distributed.is_initialized():
         from megatron.core import parallel_state
 
+        gc.collect()  # models and optimizers are full of cycles, and process groups live as long as they do
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
 
