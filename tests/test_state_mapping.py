@@ -989,3 +989,23 @@ def test_views_that_require_no_gradient_are_not_frozen(device: torch.device) -> 
     extents = {id(optimizer.state[shard].extent) for shard in shards}
     assert len(extents) == 1
     assert set(optimizer.state[shards[1]]) == {"exp_avg", "exp_avg_sq"}
+
+
+@pytest.mark.parametrize("zero", [0.0, -0.0])
+def test_zeros_that_are_loaded_over_remainders_stay_numbers(zero: float) -> None:
+    """The pair of a zero and a negative remainder belongs to no master, and would be joined to NaN."""
+    param = torch.nn.Parameter(torch.linspace(-1, 1, 300).bfloat16())
+    optimizer = FusedOffloadAdam([param], lr=1e-3, master_weights=True, store_param_remainders=True)
+    for _ in range(3):
+        param.grad = torch.linspace(-0.3, 0.4, 300).bfloat16()
+        optimizer.step()
+    remainders = optimizer.state[param]["master_param"].clone()
+    assert (remainders < 0).any()
+    with torch.no_grad():
+        param[::2] = zero
+    optimizer.reload_model_params()
+    kept = optimizer.state[param]["master_param"]
+    assert torch.equal(kept[1::2], remainders[1::2])
+    assert (kept[::2] >= 0).all()
+    optimizer.step()
+    assert param.isfinite().all()

@@ -50,6 +50,7 @@ class DistributedHooks:
             "state_dict",
             "load_state_dict",
             "reload_model_params",
+            "prepare_grads",
             "step_with_ready_grads",
         ):
             self._stock[name] = getattr(distributed, name)
@@ -68,6 +69,11 @@ class DistributedHooks:
         """Steps the live model parameters, wherever they were moved since the last step."""
         self.shards.follow_model_params()
         return bool(self._stock["step_with_ready_grads"]())
+
+    def prepare_grads(self) -> bool:
+        """Hands the gradients to the parameters of the inner optimizer, whatever was put in their place."""
+        self.shards.follow_model_params()
+        return bool(self._stock["prepare_grads"]())
 
     def reload_model_params(self, state_dict: Any = None) -> None:
         """Takes over weights that were loaded into the model; moments and step counts stay.

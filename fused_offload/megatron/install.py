@@ -41,12 +41,14 @@ class _Installation:
         settings: what was asked for.
         replaced: objects, attribute names and what they were, in the order they were replaced.
         announced: places that were named to the user.
+        warned: places about whose configuration the user was warned.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.replaced: list[tuple[Any, str, Any]] = []
         self.announced: set[str] = set()
+        self.warned: set[str] = set()
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
         self.replaced.append((owner, name, getattr(owner, name)))
@@ -154,6 +156,8 @@ def _fill_places(installation: _Installation) -> None:
             installation.replace(module, "Adam", FusedAdamPlaceAdam)
     factory = getattr(layout.package, layout.factory_name)
     installation.replace(layout.package, layout.factory_name, _wrapped_factory(factory, layout, installation))
+    chain = layout.package.ChainedOptimizer
+    installation.replace(chain, "__init__", _wrapped_chain(chain.__init__, layout, installation))
     post_init = layout.config.__post_init__
     installation.replace(layout.config, "__post_init__", _wrapped_post_init(post_init, layout))
 
@@ -190,14 +194,27 @@ def _wrapped_factory(factory: Callable[..., Any], layout: Layout, installation: 
             optimizer = factory(config, model_chunks, *args, **kwargs)
         adapt(optimizer, layout)
         inner = getattr(optimizer, "optimizer", None)
-        if isinstance(inner, MegatronAdam):
-            if inner.place not in installation.announced:
-                warn_if_nothing_moves(config)
-                _announce(inner, layout)
-            installation.announced.add(inner.place)
+        if isinstance(inner, MegatronAdam) and inner.place not in installation.warned:
+            installation.warned.add(inner.place)
+            warn_if_nothing_moves(config)
         return optimizer
 
     return build
+
+
+def _wrapped_chain(init: Callable[..., None], layout: Layout, installation: _Installation) -> Callable[..., None]:
+    """Says what is active once all optimizers of a model are built: Megatron makes a chain of them, even of one."""
+
+    @functools.wraps(init)
+    def announcing_init(chain: Any, *args: Any, **kwargs: Any) -> None:
+        init(chain, *args, **kwargs)
+        inners = [getattr(child, "optimizer", None) for child in chain.chained_optimizers]
+        ours = [inner for inner in inners if isinstance(inner, MegatronAdam)]
+        if ours and ours[0].place not in installation.announced:
+            installation.announced.add(ours[0].place)
+            _announce(ours, layout)
+
+    return announcing_init
 
 
 def adapt(optimizer: Any, layout: Layout) -> None:
@@ -225,15 +242,16 @@ def adapt(optimizer: Any, layout: Layout) -> None:
     setattr(optimizer, _ADAPTED, hooks)
 
 
-def _announce(inner: MegatronAdam, layout: Layout) -> None:
+def _announce(inners: list[MegatronAdam], layout: Layout) -> None:
     """Tells the user on the first rank what is active and where state lives."""
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
+    inner, planned_bytes = inners[0], sum(inner.planned_bytes() for inner in inners)
     stored = ", ".join(f"{key} as {form}" for key, form in inner.planned_forms().items())
     lines = [
         f"fused-offload: FusedOffloadAdam in the place of {inner.place} (megatron-core {layout.version}), "
         f"numerics={inner.numerics}.",
-        f"fused-offload: {inner.offload.fraction:.0%} of {inner.planned_bytes() / 1e9:.3g} GB of optimizer state on "
+        f"fused-offload: {inner.offload.fraction:.0%} of {planned_bytes / 1e9:.3g} GB of optimizer state on "
         f"this rank ({stored}) in host memory; an asynchronous checkpoint copies it there once more.",
     ]
     if not inner.master_weights:

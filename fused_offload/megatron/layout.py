@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 _FACTORY = "_get_megatron_optimizer_based_on_param_groups"
 _HYBRID = "HybridDeviceOptimizer"
 _NEEDED = {
-    "megatron.core.optimizer": (_FACTORY, _HYBRID),
+    "megatron.core.optimizer": (_FACTORY, _HYBRID, "ChainedOptimizer"),
     "megatron.core.optimizer.distrib_optimizer": (_HYBRID, "DistributedOptimizer", "HAVE_APEX_OR_TE"),
     "megatron.core.optimizer.optimizer": ("MegatronOptimizer", "ChainedOptimizer"),
     "megatron.core.optimizer.optimizer_config": ("OptimizerConfig",),
@@ -27,6 +27,7 @@ _NEEDED_METHODS = (
     "state_dict",
     "load_state_dict",
     "reload_model_params",
+    "prepare_grads",
     "step_with_ready_grads",
 )
 

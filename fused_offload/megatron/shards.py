@@ -50,6 +50,7 @@ class Shards:
             *_zipped(distributed.model_float16_groups, sixteen_bit, aliases=owns_masters),
             *_zipped(distributed.model_fp32_groups, distributed.shard_fp32_groups, aliases=True),
         ]
+        self._lists = [(group, list(group)) for group in (*sixteen_bit, *distributed.shard_fp32_groups)]
         self._shards: dict[int, Shard] = {}
         for model_param, param, aliases in pairs:
             place = distributed._get_model_param_range_map(model_param)["param"]
@@ -68,8 +69,12 @@ class Shards:
         """Points every shard at its slice of the live model parameter again.
 
         Whoever moves a model or its optimizer away and back (``param.data = param.data.cpu()``) leaves shards that are
-        copies: the optimizer would go on updating them, and the model would never change again.
+        copies: the optimizer would go on updating them, and the model would never change again. Whoever puts new
+        shards into Megatron's lists keeps gradients from the parameters that the optimizer has, so those go back in.
         """
+        for group, members in self._lists:
+            if any(new is not member for new, member in zip(group, members, strict=True)):
+                group[:] = members
         for shard in self._aliases:
             model_param, param = shard.model_param, shard.param
             expected = model_param.data_ptr() + shard.start * model_param.element_size()

@@ -106,7 +106,6 @@ def test_the_first_rank_says_once_which_class_is_active(results: Results, what: 
     assert second[what]["printed"] == ""
 
 
-@pytest.mark.xfail(reason="the message comes with the first optimizer of the chain, and counts that one alone")
 def test_the_message_names_the_bytes_of_dense_and_expert_parameters(results: Results) -> None:
     run = results.ranks("what is said", Phase.TWO_RANKS)[0]["experts"]
     (gigabytes,) = re.findall(r"of ([0-9.e-]+) GB", run["printed"])
