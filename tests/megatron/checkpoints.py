@@ -9,8 +9,6 @@ import torch
 from job import Job
 
 FORMATS = ("dp_reshardable", "fully_reshardable", "legacy")
-GATHERED = "fully_reshardable, gathered on one rank"
-"""The second of these, saved in the way that takes less memory."""
 
 
 def save(job: Job, directory: Path, kind: str) -> None:
@@ -58,9 +56,9 @@ def load(job: Job, directory: Path, kind: str) -> None:
 
 def _sharded_state_dict(job: Job, kind: str, *, is_loading: bool) -> dict[str, Any]:
     metadata = {
-        "distrib_optim_sharding_type": "fully_reshardable" if kind == GATHERED else kind,
+        "distrib_optim_sharding_type": kind,
         "chained_optim_avoid_prefix": True,
-        "distrib_optim_fully_reshardable_mem_efficient": kind == GATHERED,
+        "distrib_optim_fully_reshardable_mem_efficient": False,
     }
     model = job.model.module.sharded_state_dict()
     optimizer = job.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)

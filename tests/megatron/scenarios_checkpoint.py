@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from checkpoints import FORMATS, GATHERED, load, save, start_saving
+from checkpoints import FORMATS, load, save, start_saving
 from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, te_branches
 from registry import BOTH_WORLDS, Context, Phase, scenario
 from scenarios_training import FORMS, LAYOUTS, SMALL_CHUNK
@@ -48,7 +48,6 @@ RESUMES = [
     *(Resume(kind, "empty rank", "remainders") for kind in ("fully_reshardable", "legacy")),
     *(Resume(kind, "several buckets", forms, 0) for kind in FORMATS for forms in ("fp32", "remainders")),
     *(Resume(kind, "dense and experts", "fp32", 0) for kind in ("dp_reshardable", "fully_reshardable")),
-    Resume(GATHERED, "dense and experts", "remainders"),
     # Where TransformerEngine is installed, Megatron looks for step counts elsewhere; and there are two places to be in.
     *(Resume(kind, "dense and experts", "fp32", with_te=True) for kind in FORMATS),
     *(Resume(kind, "all overlapped", "remainders", BEFORE, "ours as FusedAdam", True) for kind in FORMATS),
