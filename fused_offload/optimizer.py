@@ -389,6 +389,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         try:
             if not self.state and is_dummy_step():
                 self._make_state()
+                for group in self.param_groups:
+                    group.setdefault("step", 0)
                 return None
             return self._step(closure, grad_scaler)
         finally:
@@ -418,11 +420,9 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         return loss
 
     def _make_state(self) -> None:
-        """Gives every parameter its state, as a step would, without one."""
+        """Gives every parameter its storage, as a step would, without one."""
         params = self._params_with_state()
         self._store.ensure(params, params)
-        for group in self.param_groups:
-            group.setdefault("step", 0)
 
     def _check_usable(self) -> None:
         if self._closed:

@@ -53,11 +53,11 @@ from .config import OffloadConfig
 from .kernels import adam
 from .kernels.adam import AmpSignals, LaunchKind
 from .kernels.reference import AdamScalars, AdamState
-from .plan import Chunk, chunk_numel
+from .plan import Chunk
 from .planner import ChunkKind, StepPlan
 from .skips import SkipCounter
 from .staging import RingNeed, Slot, StagingRing
-from .storage import ArrayPlace, Layout
+from .storage import Layout, slot_bytes
 from .table import AddressTable
 from .transfers import ChunkTransfer, Copy, block_transfer, block_write_back, chunk_transfer, slot_state
 from .updates import Updates
@@ -312,7 +312,7 @@ class _DevicePlan:
             if kind.block is not None:
                 self.window_copies[index] = block_write_back(kind.block, chunk)
         streamed = {kind.extent for kind in self.kinds if kind.origin is None}
-        self.slot_bytes = max((_slot_bytes(extent.layout, extent.numel, chunk_bytes) for extent in streamed), default=0)
+        self.slot_bytes = max((slot_bytes(extent.layout, extent.numel, chunk_bytes) for extent in streamed), default=0)
         # By slot, weakly: a ring that is released or grown takes its slots' views with it.
         self._states: weakref.WeakKeyDictionary[Slot, dict[Any, AdamState]] = weakref.WeakKeyDictionary()
 
@@ -331,12 +331,6 @@ class _DevicePlan:
         if key not in views:
             views[key] = slot_state(slot, transfer.place, kind)
         return views[key]
-
-
-def _slot_bytes(layout: Layout, extent_numel: int, chunk_bytes: int) -> int:
-    """Bytes of the largest chunk that an extent can give, whichever of its parameters have gradients."""
-    numel = min(extent_numel, chunk_numel(chunk_bytes, layout.block_bytes))
-    return ArrayPlace(layout.forms, numel).nbytes
 
 
 class PreparedStep(NamedTuple):
@@ -443,10 +437,10 @@ class Pipeline:
         Raises:
             RuntimeError: if the GPU has too little memory; see `StagingRing.grow`.
         """
-        slot_bytes = max((_slot_bytes(*extent, self._config.chunk_bytes) for extent in extents.items()), default=0)
-        if slot_bytes:
+        needed = max((slot_bytes(*extent, self._config.chunk_bytes) for extent in extents.items()), default=0)
+        if needed:
             with self.locked():
-                self.queues.require(self, RingNeed(self._config.depth, slot_bytes))
+                self.queues.require(self, RingNeed(self._config.depth, needed))
 
     def prepare(
         self,

@@ -22,6 +22,11 @@ class RingNeed(NamedTuple):
     depth: int
     slot_bytes: int
 
+    @property
+    def aligned_slot_bytes(self) -> int:
+        """Bytes that a slot of the ring takes."""
+        return -(-self.slot_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
+
 
 class Slot:
     """GPU staging of one chunk in flight.
@@ -70,8 +75,7 @@ class StagingRing:
         Returns:
             Whether the ring has to `grow` before the user can go on.
         """
-        slot_bytes = -(-need.slot_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
-        self._needs[user] = RingNeed(need.depth, slot_bytes)
+        self._needs[user] = RingNeed(need.depth, need.aligned_slot_bytes)
         wanted = self._wanted()
         return len(self.slots) < wanted.depth or self.slots[0].memory.numel() < wanted.slot_bytes
 

@@ -105,10 +105,6 @@ class Stepper:
             return measured
         return sum(extent.nbytes for extent in self._store.extents() if extent.slab is not None) / assumed_bytes_per_s
 
-    def _views_version(self) -> int:
-        """Changes when somebody writes to state through a view that was handed out."""
-        return self._store.views_version() if self.engine.window() else self._prefetched_version
-
     def on_one_gpu(self) -> bool:
         """Whether all parameters are on one CUDA device."""
         return len(self._watch.devices) == 1 and next(iter(self._watch.devices)).type == "cuda"
@@ -132,7 +128,7 @@ class Stepper:
         """
         self.take_in_skips(param_groups)
         entries = self._ready_entries(updates, wanted)
-        if self._views_version() != self._prefetched_version:
+        if self.engine.window() and self._store.views_version() != self._prefetched_version:
             self.engine.cancel_prefetch()  # somebody wrote to a view that was handed out before
         plan = self.planner.plan(updates, entries, self._hooks.version, self.engine.window())
         steps = [int(group.get("step", 0)) + 1 for group in param_groups]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from .kernels.forms import SCALE_BLOCK, Form, Stored
 from .kernels.reference import AdamState
 from .pinned import PinnedSlab
-from .plan import ALIGNMENT
+from .plan import ALIGNMENT, chunk_numel
 
 _ARRAY_ALIGNMENT = 256  # bytes; the widest access of any copy or kernel
 
@@ -106,6 +107,22 @@ class ArrayPlace:
         return Stored(form, data, scale)
 
 
+@functools.lru_cache(maxsize=64)
+def block_place(layout: Layout, numel: int) -> ArrayPlace:
+    """Where each key lies in a block of GPU memory that holds ``numel`` elements of a layout, without gaps."""
+    return ArrayPlace(layout.forms, numel)
+
+
+def extent_place(layout: Layout, numel: int) -> ArrayPlace:
+    """Where each key lies in an extent of ``numel`` elements."""
+    return ArrayPlace(layout.forms, numel, gap=_ARRAY_ALIGNMENT)
+
+
+def slot_bytes(layout: Layout, extent_numel: int, chunk_bytes: int) -> int:
+    """Bytes of the largest chunk that an extent can give, whichever of its parameters have gradients."""
+    return block_place(layout, min(extent_numel, chunk_numel(chunk_bytes, layout.block_bytes))).nbytes
+
+
 def _with_own_storage(memory: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Bytes of ``memory`` as a tensor whose torch storage is these bytes only; the memory lives as long as either."""
     storage = memory.untyped_storage()[start:stop]
@@ -140,7 +157,7 @@ class Extent:
         """
         self.layout = layout
         self.numel = numel
-        self.place = place = ArrayPlace(layout.forms, numel, gap=_ARRAY_ALIGNMENT)
+        self.place = place = extent_place(layout, numel)
         self.nbytes = place.nbytes
         self.slab = None if layout.resident else PinnedSlab(place.nbytes, pin=pin)
         with torch.inference_mode(False):  # as for the slab's memory

@@ -24,6 +24,14 @@ def _numel(param: torch.Tensor) -> int:
     return local_of(param).numel()
 
 
+def _numels(params: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> dict[Layout, int]:
+    """Elements that the parameters of each layout take."""
+    numels: dict[Layout, int] = {}
+    for param, layout in zip(params, layouts, strict=True):
+        numels[layout] = numels.get(layout, 0) + align(_numel(param))
+    return numels
+
+
 class _Place(NamedTuple):
     param: torch.Tensor  # keeps the id that the place is filed under from being reused
     extent: Extent
@@ -58,7 +66,6 @@ class StateStore:
         self._forms_of = forms_of
         self._reserved: dict[int, _Place] = {}
         self._warned_unpinned = False
-        self._hooks = hooks
         self._views: list[torch.Tensor] = []
         self._view_addresses = addresses_of([])
 
@@ -74,14 +81,11 @@ class StateStore:
         Args:
             known: all parameters that will need storage, in group order.
         """
-        numels: dict[Layout, int] = {}
+        waiting = [param for param in known if _numel(param) and not self._is_bound(param)]
+        numels = _numels(waiting, self._layouts(waiting, known))
         for extent in self.extents():
             numels[extent.layout] = max(numels.get(extent.layout, 0), extent.numel)
-        waiting = [param for param in known if _numel(param) and not self._is_bound(param)]
-        new: dict[Layout, int] = {}
-        for param, layout in zip(waiting, self._layouts(waiting, known), strict=True):
-            new[layout] = new.get(layout, 0) + align(_numel(param))
-        return {layout: max(numels.get(layout, 0), new.get(layout, 0)) for layout in {**numels, **new}}
+        return numels
 
     def ensure(self, wanted: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
         """Gives every wanted parameter its storage.
@@ -120,9 +124,7 @@ class StateStore:
     def _reserve(self, params: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
         waiting = [param for param in params if _numel(param) and id(param) not in self._reserved]
         layouts = self._layouts(waiting, known)
-        numels: dict[Layout, int] = {}
-        for param, layout in zip(waiting, layouts, strict=True):
-            numels[layout] = numels.get(layout, 0) + align(_numel(param))
+        numels = _numels(waiting, layouts)
         host_bytes = sum(layout.state_bytes(numel) for layout, numel in numels.items() if self._on_host(layout))
         check_host_bytes(host_bytes)
         extents: dict[Layout, Extent] = {}

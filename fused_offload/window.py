@@ -6,7 +6,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from .plan import Segment, chunk_numel
-from .storage import ArrayPlace, Extent
+from .storage import ArrayPlace, Extent, block_place
 
 BLOCK_BYTES = 256 * 2**20
 """State bytes of a block. One launch serves a block, and each is given back as soon as it is written to the host."""
@@ -36,7 +36,7 @@ class WindowBlock(NamedTuple):
     @property
     def place(self) -> ArrayPlace:
         """Where each key lies in the block's memory."""
-        return ArrayPlace(self.extent.layout.forms, self.numel)
+        return block_place(self.extent.layout, self.numel)
 
 
 def blocks_of(extents: Iterable[Extent], block_bytes: int = BLOCK_BYTES) -> list[WindowBlock]:

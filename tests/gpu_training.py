@@ -56,16 +56,16 @@ def outcome(params: list[torch.nn.Parameter], optimizer: FusedOffloadAdam) -> Ou
     return Outcome([p.detach().cpu().clone() for p in params], state, [g["step"] for g in saved["param_groups"]])
 
 
+def build(forms: str, config: OffloadConfig, sizes: Any = SIZES) -> tuple[list[torch.nn.Parameter], FusedOffloadAdam]:
+    """Parameters in two groups, and their optimizer."""
+    params = make_params(sizes)
+    groups: list[dict[str, Any]] = [{"params": params[:3]}, {"params": params[3:], "lr": 3e-3, "weight_decay": 0.0}]
+    return params, FusedOffloadAdam(groups, lr=1e-3, weight_decay=0.1, offload=config, **FORMS[forms])
+
+
 def train(forms: str, config: OffloadConfig, *, steps: int = 20, sizes: Any = SIZES) -> Outcome:
     """Trains; slots are filled with NaN before every fourth step."""
-    params = make_params(sizes)
-    optimizer = FusedOffloadAdam(
-        [{"params": params[:3]}, {"params": params[3:], "lr": 3e-3, "weight_decay": 0.0}],
-        lr=1e-3,
-        weight_decay=0.1,
-        offload=config,
-        **FORMS[forms],
-    )
+    params, optimizer = build(forms, config, sizes)
     for step in range(steps):
         set_grads(params, step)
         if step % 4 == 1:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_training import FORMS, SIZES, Outcome, assert_same, differs, make_params, outcome, poison, set_grads
+from gpu_training import FORMS, Outcome, assert_same, build, differs, outcome, poison, set_grads
 from test_gpu_streaming import MIB, RESIDENT, STREAMS, delay
 
 from fused_offload import FusedOffloadAdam, OffloadConfig, stepper
@@ -34,12 +34,6 @@ def poison_free_memory() -> None:
     """Fills what the allocator is about to hand out with NaN."""
     blocks = [torch.full((3 * MIB // 4 + 512,), float("nan"), device="cuda") for _ in range(40)]
     del blocks
-
-
-def build(forms: str, config: OffloadConfig) -> tuple[list[torch.nn.Parameter], FusedOffloadAdam]:
-    params = make_params(SIZES)
-    groups: list[dict[str, Any]] = [{"params": params[:3]}, {"params": params[3:], "lr": 3e-3, "weight_decay": 0.0}]
-    return params, FusedOffloadAdam(groups, lr=1e-3, weight_decay=0.1, offload=config, **FORMS[forms])
 
 
 def train(

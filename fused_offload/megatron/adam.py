@@ -12,6 +12,7 @@ from fused_offload.arguments import check_hyperparameters
 from fused_offload.checkpoint import check_settings, merged_group
 from fused_offload.optimizer import FusedOffloadAdam
 from fused_offload.plan import align
+from fused_offload.updates import check_params
 
 _HYBRID_SETTINGS = (
     "cpu_optimizer_cls",
@@ -52,8 +53,11 @@ class MegatronAdam(FusedOffloadAdam):
 
     def dummy_step(self) -> None:
         """Gives every parameter its storage. Changes no parameter, no value and no step count."""
+        if self._closed:
+            self._check_usable()
         for param in self._params_with_state():
-            self.initialize_state(param)
+            check_params([param], "the optimizer")
+        self._make_state()
 
     def move_new_state_to_right_device(self) -> None:
         """Takes state whose tensors a caller pointed elsewhere (``tensor.data = ...``) back into its storage."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .adam import MegatronAdam
-from .layout import Layout
+from .layout import REPLACED_METHODS, Layout
 from .shards import Shards
 from .values import are_remainders, read_values, write_master, write_values
 from .world import insert_bucket_padding, slices_unpadded_buffers
@@ -41,18 +41,7 @@ class DistributedHooks:
         self._masters_are_remainders = False
         self._gathers_for_slicing = False
         self.shards = Shards(distributed)
-        for name in (
-            "_get_main_param_and_optimizer_states",
-            "_set_main_param_and_optimizer_states",
-            "get_parameter_state_dp_zero",
-            "sharded_param_state_fully_reshardable",
-            "load_parameter_state_from_dp_zero",
-            "state_dict",
-            "load_state_dict",
-            "reload_model_params",
-            "prepare_grads",
-            "step_with_ready_grads",
-        ):
+        for name in REPLACED_METHODS:
             self._stock[name] = getattr(distributed, name)
             setattr(distributed, name, getattr(self, name))
 

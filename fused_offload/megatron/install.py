@@ -231,14 +231,13 @@ def adapt(optimizer: Any, layout: Layout) -> None:
         return
     if getattr(optimizer, _ADAPTED, None) is not None:
         return
+    hooks: list[Any] = [Lifecycle(optimizer)]
     if inner is not None:
         inner.reserve_gpu_memory()
-    distributed = inner is not None and isinstance(optimizer, layout.distrib.DistributedOptimizer)
-    hooks: list[Any] = [Lifecycle(optimizer)]
-    if inner is not None and distributed:
-        hooks.append(DistributedHooks(optimizer, layout))
-        if inner.offload.window_bytes:
-            hooks.append(Overlap(optimizer, inner))
+        if isinstance(optimizer, layout.distrib.DistributedOptimizer):
+            hooks.append(DistributedHooks(optimizer, layout))
+            if inner.offload.window_bytes:
+                hooks.append(Overlap(optimizer, inner))
     setattr(optimizer, _ADAPTED, hooks)
 
 

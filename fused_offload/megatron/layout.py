@@ -16,11 +16,9 @@ _NEEDED = {
     "megatron.core.optimizer.cpu_offloading": (_HYBRID,),
     "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": (_HYBRID,),
 }
-_NEEDED_METHODS = (
+REPLACED_METHODS = (
     "_get_main_param_and_optimizer_states",
     "_set_main_param_and_optimizer_states",
-    "_get_model_param_range_map",
-    "_build_model_param_to_state_dict_param_map",
     "get_parameter_state_dp_zero",
     "sharded_param_state_fully_reshardable",
     "load_parameter_state_from_dp_zero",
@@ -29,6 +27,12 @@ _NEEDED_METHODS = (
     "reload_model_params",
     "prepare_grads",
     "step_with_ready_grads",
+)
+"""Methods of DistributedOptimizer that work differently with FusedOffloadAdam inside."""
+_NEEDED_METHODS = (
+    *REPLACED_METHODS,
+    "_get_model_param_range_map",
+    "_build_model_param_to_state_dict_param_map",
 )
 
 

@@ -9,9 +9,9 @@ import torch
 from fused_offload.arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS, MASTER_FORMS
 from fused_offload.config import OffloadConfig
 from fused_offload.kernels.forms import REMAINDER, Form
-from fused_offload.plan import align, chunk_numel
-from fused_offload.staging import _SLOT_ALIGNMENT
-from fused_offload.storage import _ARRAY_ALIGNMENT, ArrayPlace, Layout
+from fused_offload.plan import align
+from fused_offload.staging import RingNeed
+from fused_offload.storage import Layout, extent_place, slot_bytes
 
 DEFAULT_LINK_GBPS = 47.0
 """GB/s each way with both directions busy: measured on an H100 over PCIe 5 x16."""
@@ -158,15 +158,13 @@ def memory_of(param_numel: int, training: Training) -> Memory:
 
 def _extent_bytes(layout: Layout, numel: int) -> int:
     """Bytes of an extent, which leaves a gap behind each array."""
-    return ArrayPlace(layout.forms, numel, gap=_ARRAY_ALIGNMENT).nbytes if numel else 0
+    return extent_place(layout, numel).nbytes if numel else 0
 
 
 def _ring_bytes(layout: Layout, numel: int, offload: OffloadConfig) -> int:
     if not numel:
         return 0
-    chunk = min(numel, chunk_numel(offload.chunk_bytes, layout.block_bytes))
-    slot = ArrayPlace(layout.forms, chunk).nbytes
-    return offload.depth * (-(-slot // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT)
+    return offload.depth * RingNeed(offload.depth, slot_bytes(layout, numel, offload.chunk_bytes)).aligned_slot_bytes
 
 
 @dataclass(frozen=True)

@@ -134,33 +134,29 @@ def _bucket_groups(job: Job) -> list[Any]:
     return job.model.bucket_groups + job.model.expert_parallel_bucket_groups
 
 
-def gradients_get_another_buffer(job: Job) -> None:
+def _get_another_buffer(job: Job, kind: str, attribute: str) -> None:
+    """Puts other memory under all buffers of one kind, their buckets, and one attribute of each parameter."""
     from megatron.core.distributed.param_and_grad_buffer import BufferType
 
+    buffer_type, data = BufferType[kind.upper()], f"{kind}_data"
     for buffer in _buffers(job):
-        buffer.grad_data.data = moved(buffer.grad_data)
+        getattr(buffer, data).data = moved(getattr(buffer, data))
         for param, (start, _, _) in buffer.param_index_map.items():
-            param.main_grad = buffer._get(param.shape, start, buffer_type=BufferType.GRAD)
+            setattr(param, attribute, buffer._get(param.shape, start, buffer_type=buffer_type))
         for bucket in buffer.buckets:
             start, stop = buffer.bucket_indices[bucket.bucket_id]
-            bucket.grad_data.data = buffer._get(torch.Size([stop - start]), start, buffer_type=BufferType.GRAD)
+            getattr(bucket, data).data = buffer._get(torch.Size([stop - start]), start, buffer_type=buffer_type)
     for group in _bucket_groups(job):
-        group.cached_grad_buffer_shard_list = [None] * len(group.buckets)
+        setattr(group, f"cached_{kind}_buffer_shard_list", [None] * len(group.buckets))
+
+
+def gradients_get_another_buffer(job: Job) -> None:
+    _get_another_buffer(job, "grad", "main_grad")
 
 
 def roll_replaces_parameters(job: Job) -> None:
     """Puts other memory under buffer, buckets and parameters, and makes new shards, but not in groups."""
-    from megatron.core.distributed.param_and_grad_buffer import BufferType
-
-    for buffer in _buffers(job):
-        buffer.param_data.data = moved(buffer.param_data)
-        for param, (start, _, _) in buffer.param_index_map.items():
-            param.data = buffer._get(param.shape, start, buffer_type=BufferType.PARAM)
-        for bucket in buffer.buckets:
-            start, stop = buffer.bucket_indices[bucket.bucket_id]
-            bucket.param_data.data = buffer._get(torch.Size([stop - start]), start, buffer_type=BufferType.PARAM)
-    for group in _bucket_groups(job):
-        group.cached_param_buffer_shard_list = [None] * len(group.buckets)
+    _get_another_buffer(job, "param", "data")
     for child in job.children:
         for model_group, shard_group in zip(child.model_float16_groups, child.shard_float16_groups, strict=True):
             for index, model_param in enumerate(model_group):
