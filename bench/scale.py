@@ -22,6 +22,8 @@ class Scale:
         numel: parameters in all.
         tensors: how many tensors they are split into.
         rounds: timed repetitions; rows give their median.
+        compared_rounds: the same for a step and the copies that it is compared with, whose times differ from one round
+            to the next by more than what is looked for.
         warmup_rounds: repetitions before them: compilation, allocation, clocks.
         launches: kernels timed as one, so that what the host does before the first does not count.
         link_bytes: bytes that one measurement of the link moves each way, at least.
@@ -37,6 +39,7 @@ class Scale:
     numel: int
     tensors: int = 64
     rounds: int = 5
+    compared_rounds: int = 15
     warmup_rounds: int = 3
     launches: int = 10
     link_bytes: int = 2_000_000_000
@@ -65,7 +68,7 @@ def full_scale(numel: int) -> Scale:
 
 def cpu_scale(numel: int) -> Scale:
     """Without a GPU: plain torch does the steps, so fewer and smaller ones."""
-    return Scale(numel=numel, launches=1, small_tensors=1_000, drift_steps=20)
+    return Scale(numel=numel, compared_rounds=5, launches=1, small_tensors=1_000, drift_steps=20)
 
 
 def smoke_scale(numel: int) -> Scale:
@@ -74,6 +77,7 @@ def smoke_scale(numel: int) -> Scale:
         numel=numel,
         tensors=4,
         rounds=1,
+        compared_rounds=1,
         warmup_rounds=0,
         launches=1,
         link_bytes=4 * MIB,
