@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fused_offload import OffloadConfig
+from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH
 
 MIB = 2**20
 
@@ -48,7 +49,9 @@ class Scale:
     few_tensors: int = 20
     drift_steps: int = 200
     sweep_rounds: int = 2
-    offload: OffloadConfig = OffloadConfig()  # noqa: RUF009 - immutable
+    offload: OffloadConfig = OffloadConfig(  # noqa: RUF009 - immutable
+        chunk_bytes=DEFAULT_CHUNK_BYTES, depth=DEFAULT_DEPTH, transport="copy"
+    )
     smoke: bool = False
 
     @property
@@ -85,6 +88,6 @@ def smoke_scale(numel: int) -> Scale:
         few_tensors=2,
         drift_steps=8,
         sweep_rounds=1,
-        offload=OffloadConfig(chunk_bytes=12 * 1024),
+        offload=OffloadConfig(chunk_bytes=12 * 1024, depth=DEFAULT_DEPTH, transport="copy"),
         smoke=True,
     )

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .config import MIB, OffloadConfig
+from .config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, MIB, OffloadConfig
 from .tuning.budget import (
     DEFAULT_LINK_GBPS,
     MASTERS,
@@ -124,11 +124,9 @@ def _add_plan(commands: Any) -> None:
         "--window-bytes", type=_bytes, default=0, metavar="BYTES", help="state prefetched under backward"
     )
     offload.add_argument(
-        "--chunk-bytes", type=_bytes, default=defaults.chunk_bytes, metavar="BYTES", help="default: %(default)s"
+        "--chunk-bytes", type=_bytes, default=DEFAULT_CHUNK_BYTES, metavar="BYTES", help="default: %(default)s"
     )
-    offload.add_argument(
-        "--depth", type=_positive_int, default=defaults.depth, metavar="N", help="default: %(default)s"
-    )
+    offload.add_argument("--depth", type=_positive_int, default=DEFAULT_DEPTH, metavar="N", help="default: %(default)s")
     machine = plan.add_argument_group("machine")
     machine.add_argument("--gpu-memory", type=_positive, metavar="GB", help="of one GPU")
     machine.add_argument("--host-memory", type=_positive, metavar="GB", help="of one node, what training may take")
@@ -299,12 +297,13 @@ def _show_plan(report: dict[str, Any], training: Training) -> None:
     table.add_column("bytes or time", justify="right")
     table.add_column("fits")
     words = {True: "yes", False: "no", None: "no limit given"}
+    ring = report["training"]["offload"]
     fits, gpu, host = report["fits"], report["gpu_bytes"], report["host_bytes"]
     names = {
         "params": f"parameters, {training.param_dtype}",
         "grads": f"gradients, {training.grad_dtype}",
         "resident_state": "state that stays",
-        "ring": f"staging ring, {training.offload.depth} x {training.offload.chunk_bytes / MIB:g} MiB at most",
+        "ring": f"staging ring, {ring['depth']} x {ring['chunk_bytes'] / MIB:g} MiB at most",
         "window": "window",
         "other": "other",
     }

@@ -8,19 +8,37 @@ from typing import Literal
 
 MIB = 2**20
 
+DEFAULT_CHUNK_BYTES = 48 * MIB
+"""Chunk size where no profile of the machine says another."""
+
+DEFAULT_DEPTH = 3
+"""Depth where no profile of the machine says another."""
+
+DEFAULT_PROGRAMS = 64
+"""Programs of a zero-copy kernel where no profile says another: 32 to 132 were equally fast (H100, PCIe 5 x16)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """Knobs of the offload. Every combination gives bitwise the same training.
+
+    ``"auto"`` takes what ``fused-offload tune`` found on this machine, where it was run, and else a default.
 
     Attributes:
         fraction: share of the state bytes that lives in host memory, in [0, 1]. In group order, whole parameters are
             offloaded until their state reaches this share; the rest stays on the parameters' device.
         chunk_bytes: state bytes that are moved and updated at a time, in one direction. The GPU holds up to ``depth``
             chunks. Too small costs launches, too large delays the first kernel and the last write-back. A chunk has
-            at least 128 elements.
-        depth: chunks in flight. 3 keeps both directions of the link and the kernel busy; 2 saves a chunk of GPU
-            memory and loses 5-7 % (measured on an H100 over PCIe 5).
+            at least 128 elements. By default 48 MiB.
+        depth: chunks in flight. 3, the default, keeps both directions of the link and the kernel busy; 2 saves a chunk
+            of GPU memory and loses 5-7 % (measured on an H100 over PCIe 5).
+        transport: ``"copy"`` moves chunks with the copy engines, through staging on the GPU. With ``"zero_copy"`` the
+            kernel reads and writes host memory itself, without staging: for links that are as fast for a kernel as
+            for a copy, and for little state; measured slower for much state over PCIe 5, and it takes multiprocessors
+            from what runs beside. ``"auto"`` is ``"copy"`` without a profile, without ``pin``, and where
+            ``chunk_bytes`` or ``depth`` are given.
+        zero_copy_programs: programs of the zero-copy kernel at most; more than keep the link busy only take
+            multiprocessors. By default 64.
         window_bytes: GPU bytes of state that may be prefetched under backward and written back under the next forward
             pass, by `FusedOffloadAdam.prefetch` or `FusedOffloadAdam.attach`. 0 streams everything within the step.
             ``"auto"``: what activations have given back, as `FusedOffloadAdam.attach` learns.
@@ -28,20 +46,28 @@ class OffloadConfig:
     """
 
     fraction: float = 1.0
-    chunk_bytes: int = 48 * MIB
-    depth: int = 3
+    chunk_bytes: int | Literal["auto"] = "auto"
+    depth: int | Literal["auto"] = "auto"
+    transport: Literal["auto", "copy", "zero_copy"] = "auto"
+    zero_copy_programs: int | Literal["auto"] = "auto"
     window_bytes: int | Literal["auto"] = 0
     pin: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, Real) or not 0.0 <= self.fraction <= 1.0:
             raise ValueError(f"Invalid fraction: {self.fraction!r}, it should be a number in [0, 1]")
-        for name in ("chunk_bytes", "depth"):
+        for name, least in (("chunk_bytes", 1), ("depth", 1), ("zero_copy_programs", 1), ("window_bytes", 0)):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-                raise ValueError(f"Invalid {name}: {value!r}, it should be an integer of at least 1")
-        window = self.window_bytes
-        if window != "auto" and (isinstance(window, bool) or not isinstance(window, Integral) or window < 0):
-            raise ValueError(f"Invalid window_bytes: {window!r}, it should be an integer of at least 0, or 'auto'")
+            if value != "auto" and (isinstance(value, bool) or not isinstance(value, Integral) or value < least):
+                raise ValueError(f"Invalid {name}: {value!r}, it should be an integer of at least {least}, or 'auto'")
         if not isinstance(self.pin, bool):
             raise TypeError(f"Invalid pin: {self.pin!r}, it should be a bool")
+        if self.transport not in ("auto", "copy", "zero_copy"):
+            raise ValueError(f"Invalid transport: {self.transport!r}, it should be 'auto', 'copy' or 'zero_copy'")
+        if self.transport == "zero_copy":
+            if not self.pin:
+                raise ValueError("transport='zero_copy' needs pin=True: a kernel reads page-locked memory only")
+            if (self.chunk_bytes, self.depth) != ("auto", "auto"):
+                raise ValueError("transport='zero_copy' has no chunks in flight: leave chunk_bytes and depth out")
+        elif self.zero_copy_programs != "auto":
+            raise ValueError("zero_copy_programs belongs to transport='zero_copy': set both, or neither")

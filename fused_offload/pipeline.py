@@ -10,12 +10,16 @@
 Our own streams carry copies only. Kernels run on the caller's current stream: gradients that are freed after the step
 are safe, and parameters are final for whatever the caller enqueues next. Nothing here waits on the host.
 
+With the zero-copy transport there is no ring: one kernel for each kind reads and writes the slabs themselves.
+
 [Note: slot reuse] A slot is overwritten only after its own ``written_back``. The event stays with the slot, so this
 holds across steps and across optimizers that share the ring.
 
 [Note: next step reads what this one wrote] Before state is copied to the device, the H2D stream waits for the last
 write-back of that state, and of no other: a block of the window that was written back as one has an event of its own,
-everything else was written back when the last streamed chunk was, since the D2H stream is in order.
+everything else was written back when the last streamed chunk was, since the D2H stream is in order. Zero-copy kernels
+wait likewise on the stream that they run on, and the D2H stream waits for them, so that the same events stand for what
+they wrote.
 
 [Note: window last] Blocks of the window are written back behind all streamed chunks. Their copies have a whole forward
 pass to hide under; in front of the streamed chunks' they would hold up slots, and with them the step.
@@ -44,6 +48,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -54,7 +59,7 @@ from .kernels import adam
 from .kernels.adam import AmpSignals, LaunchKind
 from .kernels.reference import AdamScalars, AdamState
 from .plan import Chunk
-from .planner import ChunkKind, StepPlan
+from .planner import ChunkKind, StepPlan, extent_streaming
 from .skips import SkipCounter
 from .staging import RingNeed, Slot, StagingRing
 from .storage import Layout, slot_bytes
@@ -217,6 +222,25 @@ def stream_chunks(
     return written_back
 
 
+def launch_in_host_memory(launches: Sequence[Callable[[], None]], ops: StreamOps, previous: Sequence[Event]) -> Event:
+    """Enqueues kernels that read and write slabs themselves.
+
+    Args:
+        launches: each enqueues one kernel on the compute stream.
+        ops: queues of the device.
+        previous: last write-backs of what they read.
+
+    Returns:
+        Event after which they and every write-back before them are complete.
+    """
+    for event in previous:
+        ops.wait(ops.compute, event)  # [Note: next step reads what this one wrote]
+    for launch in launches:
+        launch()
+    ops.wait(ops.d2h, ops.record(ops.compute))
+    return ops.record(ops.d2h)
+
+
 class DeviceQueues:
     """Copy streams and ring of one device, shared by all optimizers of the process, dropped with the last of them.
 
@@ -299,7 +323,7 @@ class CudaOps:
 class _DevicePlan:
     """What the pipeline works out once per plan and device."""
 
-    def __init__(self, plan: StepPlan, chunks: list[Chunk], updates: Updates, chunk_bytes: int) -> None:
+    def __init__(self, plan: StepPlan, chunks: list[Chunk], updates: Updates, config: OffloadConfig) -> None:
         self.table = AddressTable(plan, chunks, updates, adam.programs_of)
         self.kinds: list[ChunkKind] = []
         self.transfers: list[ChunkTransfer | None] = []
@@ -312,7 +336,7 @@ class _DevicePlan:
             if kind.block is not None:
                 self.window_copies[index] = block_write_back(kind.block, chunk)
         streamed = {kind.extent for kind in self.kinds if kind.origin is None}
-        self.slot_bytes = max((slot_bytes(extent.layout, extent.numel, chunk_bytes) for extent in streamed), default=0)
+        self.need = _ring_need(config, ((extent.layout, extent.numel) for extent in streamed))
         # By slot, weakly: a ring that is released or grown takes its slots' views with it.
         self._states: weakref.WeakKeyDictionary[Slot, dict[Any, AdamState]] = weakref.WeakKeyDictionary()
 
@@ -437,10 +461,10 @@ class Pipeline:
         Raises:
             RuntimeError: if the GPU has too little memory; see `StagingRing.grow`.
         """
-        needed = max((slot_bytes(*extent, self._config.chunk_bytes) for extent in extents.items()), default=0)
-        if needed:
+        need = _ring_need(self._config, extents.items())
+        if need is not None:
             with self.locked():
-                self.queues.require(self, RingNeed(self._config.depth, needed))
+                self.queues.require(self, need)
 
     def prepare(
         self,
@@ -467,11 +491,9 @@ class Pipeline:
         device = self.queues.device
         device_plan = plan.derived.get(device)
         if device_plan is None:
-            device_plan = plan.derived[device] = _DevicePlan(
-                plan, plan.chunks_of(device), updates, self._config.chunk_bytes
-            )
-        if device_plan.slot_bytes:
-            self.queues.require(self, RingNeed(self._config.depth, device_plan.slot_bytes))
+            device_plan = plan.derived[device] = _DevicePlan(plan, plan.chunks_of(device), updates, self._config)
+        if device_plan.need is not None:
+            self.queues.require(self, device_plan.need)
         aligned = device_plan.table.fill(updates)
         ops = CudaOps(self.queues)
         if self._computed is not None:  # the table of the previous step may still be read, on another current stream
@@ -508,7 +530,7 @@ class Pipeline:
 
     @staticmethod
     def _launch_kind(kind: ChunkKind, numerics: str, aligned: bool) -> LaunchKind:
-        return LaunchKind(kind.extent.layout.param_dtype, kind.grad_dtype, numerics, aligned)
+        return LaunchKind(kind.extent.layout.param_dtype, kind.grad_dtype, numerics, aligned, kind.max_programs)
 
     def _arguments(
         self,
@@ -547,13 +569,18 @@ class Pipeline:
         plan = step.plan
         ops = CudaOps(self.queues)
         streamed = [
-            StreamedChunk(transfer, _bind(step.launch, index))
+            StreamedChunk(transfer, partial(step.launch, index))
             for index, transfer in enumerate(plan.transfers)
             if transfer is not None
         ]
         window = [self._window_chunk(step, index, ops) for index in plan.window_copies]
         previous = self._write_backs.of_streamed(self._window)
         written_back = stream_chunks(streamed, self.queues.ring.slots, ops, previous, window)
+        in_host_memory = [
+            partial(step.launch, index, 0) for index, kind in enumerate(plan.kinds) if kind.max_programs is not None
+        ]
+        if in_host_memory:
+            written_back = launch_in_host_memory(in_host_memory, ops, previous)
         for index, kind in enumerate(plan.kinds):
             if kind.extent.layout.resident:
                 step.launch(index, 0)
@@ -599,11 +626,19 @@ class Pipeline:
         self.skips.wait()
 
 
+def _ring_need(config: OffloadConfig, extents: Iterable[tuple[Layout, int]]) -> RingNeed | None:
+    """What streaming extents, given by layout and elements, needs of the ring; None if nothing does."""
+    needs = []
+    for layout, numel in extents:
+        chunk_bytes, depth, programs = extent_streaming(config, layout, numel)
+        if programs is None:
+            needs.append(RingNeed(depth, slot_bytes(layout, numel, chunk_bytes)))
+    if not needs:
+        return None
+    return RingNeed(max(need.depth for need in needs), max(need.slot_bytes for need in needs))
+
+
 def _with_lr_on(device: torch.device, scalars: AdamScalars) -> AdamScalars:
     """A learning rate tensor on another device, copied to this one."""
     lr = scalars.lr
     return scalars._replace(lr=lr.to(device, non_blocking=True)) if isinstance(lr, torch.Tensor) else scalars
-
-
-def _bind(launch: Callable[[int, int], None], index: int) -> Callable[[int], None]:
-    return lambda slot_index: launch(index, slot_index)

@@ -12,7 +12,8 @@ import torch
 from .config import OffloadConfig
 from .plan import Chunk, Segment, chunk_numel, make_plan
 from .state import StateEntry
-from .storage import Extent
+from .storage import Extent, Layout
+from .streaming import Streaming, streaming_of
 from .updates import Updates
 from .window import Cut, WindowBlock, cut_at_blocks
 
@@ -29,6 +30,8 @@ class ChunkKind(NamedTuple):
         init_moments: the moments are still zero everywhere.
         init_master: the master is still the parameter.
         block: part of the window that holds the state, or None if it streams or is resident.
+        max_programs: programs of a kernel that works on the state where it is, in host memory; None where the state is
+            on the GPU by then.
     """
 
     extent: Extent
@@ -37,13 +40,14 @@ class ChunkKind(NamedTuple):
     init_moments: bool
     init_master: bool
     block: WindowBlock | None = None
+    max_programs: int | None = None
 
     @property
     def origin(self) -> int | None:
         """Element of the extent at which the memory begins that the kernel works on, or None for a slot of its own."""
         if self.block is not None:
             return self.block.start
-        return 0 if self.extent.layout.resident else None
+        return 0 if self.extent.layout.resident or self.max_programs is not None else None
 
 
 @dataclass(eq=False)
@@ -51,8 +55,8 @@ class StepPlan:
     """What one step does.
 
     Attributes:
-        chunks: streamed chunks, then those in the window, then what is resident; a piece's segment is an index into
-            the step's updates.
+        chunks: streamed chunks and those that are updated in host memory, then those in the window, then what is
+            resident; a piece's segment is an index into the step's updates.
         starts: first element of each update in its extent.
         initial: entries whose state this step is the first to write.
         derived: what a device's pipeline worked out from the plan; lives as long as the plan.
@@ -73,7 +77,7 @@ class Planner:
 
     def __init__(self, config: OffloadConfig) -> None:
         """Keeps the configuration."""
-        self._chunk_bytes = config.chunk_bytes
+        self._config = config
         self._plans: OrderedDict[Hashable, StepPlan] = OrderedDict()
         self._version = -1
 
@@ -110,25 +114,38 @@ class Planner:
         self._plans.clear()
 
     def _make(self, updates: Updates, entries: list[StateEntry], window: Sequence[WindowBlock]) -> StepPlan:
+        extents = {entry.extent for entry in entries if entry.extent is not None}
+        programs = {extent: None if extent.layout.resident else self._streaming(extent).programs for extent in extents}
         segments, cuts = [], []
         for index, (entry, param, group, grad_dtype) in enumerate(
             zip(entries, updates.params, updates.groups, updates.grad_dtypes, strict=True)
         ):
             assert entry.extent is not None
             kind = ChunkKind(entry.extent, group, grad_dtype, not entry.moments_set, not entry.master_set)
+            kind = kind._replace(max_programs=programs[entry.extent])
             whole = Segment(kind, entry.start, param.numel())
             for cut in cut_at_blocks(index, entry.extent, whole, window):
                 cuts.append(cut)
-                segments.append(Segment(kind._replace(block=cut.block), entry.start + cut.offset, cut.numel))
+                here = kind if cut.block is None else kind._replace(block=cut.block, max_programs=None)
+                segments.append(Segment(here, entry.start + cut.offset, cut.numel))
         chunks = [_of_updates(chunk, cuts) for chunk in make_plan(segments, self._capacity)]
         # What is on the GPU goes last: its kernels need no copy, so the link starts with the first chunk that does.
         ordered = sorted(chunks, key=lambda chunk: (extent_of(chunk).layout.resident, block_of(chunk) is not None))
         initial = [entry for entry in entries if not (entry.moments_set and entry.master_set)]
         return StepPlan(tuple(ordered), [entry.start for entry in entries], initial)
 
+    def _streaming(self, extent: Extent) -> Streaming:
+        return extent_streaming(self._config, extent.layout, extent.numel)
+
     def _capacity(self, kind: Any) -> int | None:
-        layout = kind.extent.layout
-        return None if layout.resident or kind.block is not None else chunk_numel(self._chunk_bytes, layout.block_bytes)
+        if kind.origin is not None:
+            return None
+        return chunk_numel(self._streaming(kind.extent).chunk_bytes, kind.extent.layout.block_bytes)
+
+
+def extent_streaming(config: OffloadConfig, layout: Layout, numel: int) -> Streaming:
+    """How an extent of ``numel`` elements is streamed."""
+    return streaming_of(config, layout.device, layout.state_bytes(numel))
 
 
 def _of_updates(chunk: Chunk, cuts: Sequence[Cut]) -> Chunk:

@@ -211,10 +211,75 @@ def _update_block(
             store_state(master_ptr, master_scale_ptr, start, numel, offsets, p, mask, MASTER, False, MASKED, BLOCK)
 
 
-@triton.jit(do_not_specialize=["rows", "skips_before"])
+@triton.jit
+def _update_program(
+    pid,
+    table_ptr,
+    rows,
+    exp_avg_ptr,
+    exp_avg_scale_ptr,
+    exp_avg_sq_ptr,
+    exp_avg_sq_scale_ptr,
+    master_ptr,
+    master_scale_ptr,
+    lr,
+    beta1,
+    one_minus_beta1,
+    beta2,
+    one_minus_beta2,
+    eps,
+    weight_decay,
+    bias_correction1,
+    bias_correction2,
+    grad_scale,
+    skip,
+    PARAM: tl.constexpr,
+    GRAD: tl.constexpr,
+    EXP_AVG: tl.constexpr,
+    EXP_AVG_SQ: tl.constexpr,
+    MASTER: tl.constexpr,
+    INIT_MOMENTS: tl.constexpr,
+    INIT_MASTER: tl.constexpr,
+    ADAM_W: tl.constexpr,
+    SCALED_GRAD: tl.constexpr,
+    CAN_SKIP: tl.constexpr,
+    NUMERICS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Updates one block, the one that program ``pid`` of a launch without bound updates."""
+    row = _piece_of_program(table_ptr, rows, pid)
+    base = table_ptr + row * 5
+    inside = (pid - tl.load(base)).to(tl.int64) * BLOCK
+    param_bytes: tl.constexpr = 4 if PARAM == "fp32" else 2
+    grad_bytes: tl.constexpr = 4 if GRAD == "fp32" else 2
+    param_ptr = _typed_pointer(tl.load(base + 1) + inside * param_bytes, PARAM, ALIGNED)
+    grad_ptr = _typed_pointer(tl.load(base + 2) + inside * grad_bytes, GRAD, ALIGNED)
+    start = tl.multiple_of(tl.load(base + 3) + inside, 128)
+    numel = tl.load(base + 4) - inside
+    if numel >= BLOCK:
+        _update_block(
+            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
+            master_ptr, master_scale_ptr, start, numel, lr, beta1, one_minus_beta1, beta2, one_minus_beta2,
+            eps, weight_decay, bias_correction1, bias_correction2, grad_scale, skip,
+            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W,
+            SCALED_GRAD, CAN_SKIP, NUMERICS, False, BLOCK,
+        )  # fmt: skip
+    else:
+        _update_block(
+            param_ptr, grad_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
+            master_ptr, master_scale_ptr, start, numel, lr, beta1, one_minus_beta1, beta2, one_minus_beta2,
+            eps, weight_decay, bias_correction1, bias_correction2, grad_scale, skip,
+            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W,
+            SCALED_GRAD, CAN_SKIP, NUMERICS, True, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["rows", "blocks", "skips_before"])
 def _adam_kernel(
     table_ptr,  # [rows, 5] int64, see TABLE_COLUMNS
     rows,
+    blocks,  # programs that a launch without bound takes; only read with LOOP
     exp_avg_ptr,  # [numel] stored form, updated in place
     exp_avg_scale_ptr,  # [numel / 128] float32 or None, updated in place
     exp_avg_sq_ptr,  # [numel] stored form, updated in place
@@ -246,6 +311,7 @@ def _adam_kernel(
     ADAM_W: tl.constexpr,
     NUMERICS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    LOOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     SCALED_GRAD: tl.constexpr = grad_scale_ptr is not None
@@ -255,16 +321,6 @@ def _adam_kernel(
     WRITE_ON_SKIP: tl.constexpr = INIT_MOMENTS or INIT_MASTER or (PARAM == "fp32" and MASTER != "none")
 
     pid = tl.program_id(0)
-    row = _piece_of_program(table_ptr, rows, pid)
-    base = table_ptr + row * 5
-    inside = (pid - tl.load(base)).to(tl.int64) * BLOCK
-    param_bytes: tl.constexpr = 4 if PARAM == "fp32" else 2
-    grad_bytes: tl.constexpr = 4 if GRAD == "fp32" else 2
-    param_ptr = _typed_pointer(tl.load(base + 1) + inside * param_bytes, PARAM, ALIGNED)
-    grad_ptr = _typed_pointer(tl.load(base + 2) + inside * grad_bytes, GRAD, ALIGNED)
-    start = tl.multiple_of(tl.load(base + 3) + inside, 128)
-    numel = tl.load(base + 4) - inside
-
     if lr_ptr is not None:
         lr = tl.load(lr_ptr).to(tl.float32)
     grad_scale = 1.0
@@ -281,21 +337,22 @@ def _adam_kernel(
     if CAN_SKIP and not WRITE_ON_SKIP:
         write = not skip
     if write:
-        if numel >= BLOCK:
-            _update_block(
-                param_ptr, grad_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                master_ptr, master_scale_ptr, start, numel, lr, beta1, one_minus_beta1, beta2, one_minus_beta2,
-                eps, weight_decay, bias_correction1, bias_correction2, grad_scale, skip,
-                PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W,
-                SCALED_GRAD, CAN_SKIP, NUMERICS, False, BLOCK,
-            )  # fmt: skip
+        if LOOP:
+            for block in range(pid, blocks, tl.num_programs(0)):
+                _update_program(
+                    block, table_ptr, rows, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
+                    master_ptr, master_scale_ptr, lr, beta1, one_minus_beta1, beta2, one_minus_beta2, eps,
+                    weight_decay, bias_correction1, bias_correction2, grad_scale, skip,
+                    PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W,
+                    SCALED_GRAD, CAN_SKIP, NUMERICS, ALIGNED, BLOCK,
+                )  # fmt: skip
         else:
-            _update_block(
-                param_ptr, grad_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                master_ptr, master_scale_ptr, start, numel, lr, beta1, one_minus_beta1, beta2, one_minus_beta2,
-                eps, weight_decay, bias_correction1, bias_correction2, grad_scale, skip,
+            _update_program(
+                pid, table_ptr, rows, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
+                master_ptr, master_scale_ptr, lr, beta1, one_minus_beta1, beta2, one_minus_beta2, eps,
+                weight_decay, bias_correction1, bias_correction2, grad_scale, skip,
                 PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W,
-                SCALED_GRAD, CAN_SKIP, NUMERICS, True, BLOCK,
+                SCALED_GRAD, CAN_SKIP, NUMERICS, ALIGNED, BLOCK,
             )  # fmt: skip
 
 
@@ -328,12 +385,16 @@ class LaunchKind(NamedTuple):
         grad_dtype: dtype of the gradients.
         numerics: ``"ieee"`` or ``"te"`` (NVIDIA GPUs only).
         aligned: every address in the table is a multiple of 16 bytes.
+        max_programs: programs of the launch at most, each of which then updates several blocks in turn, or None for a
+            program a block. For state in page-locked host memory: more programs than keep the link busy only take
+            multiprocessors from what runs beside.
     """
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     numerics: str = "ieee"
     aligned: bool = False
+    max_programs: int | None = None
 
 
 def programs_of(numel: int) -> int:
@@ -346,13 +407,20 @@ def _pointer(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _arguments(
-    table: torch.Tensor, rows: int, state: AdamState, scalars: AdamScalars, kind: LaunchKind, amp: AmpSignals
+    table: torch.Tensor,
+    rows: int,
+    programs: int,
+    state: AdamState,
+    scalars: AdamScalars,
+    kind: LaunchKind,
+    amp: AmpSignals,
 ) -> dict[str, Any]:
     master = state.master_param
     lr_on_device = isinstance(scalars.lr, torch.Tensor)
     return {
         "table_ptr": table,
         "rows": rows,
+        "blocks": programs,
         "exp_avg_ptr": _pointer(state.exp_avg.data),
         "exp_avg_scale_ptr": state.exp_avg.scale,
         "exp_avg_sq_ptr": _pointer(state.exp_avg_sq.data),
@@ -384,6 +452,7 @@ def _arguments(
         "ADAM_W": scalars.adam_w_mode,
         "NUMERICS": kind.numerics,
         "ALIGNED": kind.aligned,
+        "LOOP": kind.max_programs is not None,
         "BLOCK": BLOCK_NUMEL,
         "num_warps": 4,
         "enable_fp_fusion": False,
@@ -406,12 +475,14 @@ def adam_step_(
             are updated in place, gradients are only read.
         rows: pieces, at least 1.
         programs: sum of `programs_of` over the pieces.
-        state: stored state on the parameters' device, updated in place at the rows' state starts.
+        state: stored state on the parameters' device or in page-locked host memory, updated in place at the rows' state
+            starts.
         scalars: hyperparameters.
-        kind: dtypes and numerics.
+        kind: dtypes, numerics, and a bound on the launch.
         amp: gradient scaler's signals on the parameters' device.
     """
-    _adam_kernel[(programs,)](**_arguments(table, rows, state, scalars, kind, amp))
+    grid = programs if kind.max_programs is None else min(programs, kind.max_programs)
+    _adam_kernel[(grid,)](**_arguments(table, rows, programs, state, scalars, kind, amp))
 
 
 @functools.cache
@@ -442,4 +513,4 @@ def compile_step(
         amp: only what is None matters.
     """
     _ensure_writable_cache()
-    _adam_kernel.warmup(**_arguments(table, 1, state, scalars, kind, amp), grid=(1,))
+    _adam_kernel.warmup(**_arguments(table, 1, 1, state, scalars, kind, amp), grid=(1,))

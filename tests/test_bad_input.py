@@ -195,6 +195,12 @@ def test_te_numerics_on_the_cpu() -> None:
         ({"depth": 0}, ValueError, "Invalid depth: 0"),
         ({"depth": True}, ValueError, "Invalid depth: True"),
         ({"pin": 1}, TypeError, "Invalid pin: 1"),
+        ({"chunk_bytes": "large"}, ValueError, "Invalid chunk_bytes: 'large'"),
+        ({"transport": "rdma"}, ValueError, "Invalid transport: 'rdma'"),
+        ({"transport": "zero_copy", "pin": False}, ValueError, "needs pin=True"),
+        ({"transport": "zero_copy", "depth": 2}, ValueError, "leave chunk_bytes and depth out"),
+        ({"transport": "zero_copy", "zero_copy_programs": 0}, ValueError, "Invalid zero_copy_programs: 0"),
+        ({"zero_copy_programs": 8}, ValueError, "belongs to transport='zero_copy'"),
         ({"buffers": 3}, TypeError, "buffers"),
     ],
 )

@@ -19,6 +19,8 @@ CONFIGS = [
     *(OffloadConfig(chunk_bytes=MIB, depth=depth) for depth in (1, 2, 4)),
     OffloadConfig(chunk_bytes=8 * MIB, fraction=0.3),
     OffloadConfig(chunk_bytes=MIB, fraction=0.3, depth=2),
+    *(OffloadConfig(transport="zero_copy", zero_copy_programs=programs) for programs in (1, 64, 10_000)),
+    OffloadConfig(transport="zero_copy", fraction=0.3),
 ]
 STREAMS = ("compute", "h2d", "d2h")
 DELAY_CYCLES = 10_000_000  # about 5 ms, longer than the copy of a 4 MiB chunk by far
@@ -29,7 +31,14 @@ def resident(forms: str, steps: int = 20) -> Outcome:
     return train(forms, RESIDENT, steps=steps)
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.chunk_bytes / MIB:.2f}MiB-x{c.depth}-{c.fraction}")
+def name(config: OffloadConfig) -> str:
+    if config.transport == "zero_copy":
+        return f"zero_copy-{config.zero_copy_programs}-{config.fraction}"
+    assert config.chunk_bytes != "auto"
+    return f"{config.chunk_bytes / MIB:.2f}MiB-x{config.depth}-{config.fraction}"
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=name)
 @pytest.mark.parametrize("forms", FORMS)
 def test_streamed_equals_resident(forms: str, config: OffloadConfig) -> None:
     assert_same(train(forms, config), resident(forms))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from fused_offload.pipeline import (
     LoadedBlock,
     StreamedChunk,
     WindowChunk,
+    launch_in_host_memory,
     launch_window,
     load_block,
     stream_chunks,
@@ -26,6 +28,8 @@ from fused_offload.transfers import ChunkTransfer, Copy
 from fused_offload.window import WriteBacks
 
 EDGES = ("previous step", "slot reuse", "compute after prefetch", "write-back after compute", "window memory")
+WINDOW_EDGE = "window memory"
+ZERO_COPY_EDGE = "kernel after write-back"
 
 
 class FakeEvent:
@@ -55,7 +59,7 @@ class FakeOps:
 
     def _edge(self, stream: deque[Any], event: FakeEvent) -> str:
         if stream is self.compute:
-            return "compute after prefetch"
+            return ZERO_COPY_EDGE if event.stream is self.d2h else "compute after prefetch"
         if stream is self.d2h:
             return "write-back after compute"
         if event.stream is self.compute:
@@ -105,6 +109,13 @@ class FakeOps:
 
         self.compute.append(run)
 
+    def kernel_in_host_memory(self, place: int) -> None:
+        def run() -> bool:
+            self.slab[place] += 1
+            return True
+
+        self.compute.append(run)
+
     def run_all(self, rng: random.Random) -> None:
         """Runs everything; favours one queue at a time, so that it gets as far ahead as the events let it."""
         queues = [self.compute, self.h2d, self.d2h]
@@ -149,9 +160,18 @@ class FakeWindow:
 
 
 def train(
-    seed: int, monkeypatch: pytest.MonkeyPatch, *, depth: int, windows: bool = True, dropped: str | None = None
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    depth: int,
+    windows: bool = True,
+    zero_copy: bool = False,
+    dropped: str | None = None,
 ) -> tuple[list[int], list[int], int]:
-    """Several steps over different places, streamed and in windows of different sizes, without a host wait."""
+    """Several steps over different places, streamed and in windows of different sizes, without a host wait.
+
+    With ``zero_copy`` some places are updated in host memory instead, others in other steps.
+    """
     rng = random.Random(seed)
     slab, expected = [0] * 7, [0] * 7
     slots = [Slot(None) for _ in range(depth)]  # type: ignore[arg-type]
@@ -162,11 +182,16 @@ def train(
         places = sorted(rng.sample(range(7), rng.randint(1, 7)))
         for place in places:
             expected[place] += 1
-        chunks = [streamed(ops, slots, place) for place in places if place not in window.loaded]
+        not_loaded = [place for place in places if place not in window.loaded]
+        in_host_memory = [place for place in not_loaded if zero_copy and rng.random() < 0.5]
+        chunks = [streamed(ops, slots, place) for place in not_loaded if place not in in_host_memory]
         in_window = [window.chunk(place) for place in places if place in window.loaded]
         previous = write_backs.of_streamed(window.loaded)
         ops.of_state = len(previous) if chunks else 0
         event = stream_chunks(chunks, slots, ops, previous, in_window)
+        if in_host_memory:
+            launches = [partial(ops.kernel_in_host_memory, place) for place in in_host_memory]
+            event = launch_in_host_memory(launches, ops, previous)
         if event is not None:
             write_backs.note_streamed(event, window.loaded)
         write_back_window(in_window, ops, write_backs.note_block)
@@ -175,21 +200,31 @@ def train(
     return slab, expected, ops.errors
 
 
+@pytest.mark.parametrize("zero_copy", [False, True])
 @pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_every_legal_order_gives_the_same_state(depth: int, windows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_legal_order_gives_the_same_state(
+    depth: int, windows: bool, zero_copy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for seed in range(200):
-        slab, expected, errors = train(seed, monkeypatch, depth=depth, windows=windows)
+        slab, expected, errors = train(seed, monkeypatch, depth=depth, windows=windows, zero_copy=zero_copy)
         assert errors == 0
         assert slab == expected
 
 
 @pytest.mark.parametrize(
-    ("edge", "windows"), [(edge, windows) for windows in (False, True) for edge in EDGES if windows or edge != EDGES[4]]
+    ("edge", "windows", "zero_copy"),
+    [
+        *((edge, False, False) for edge in EDGES if edge != WINDOW_EDGE),
+        *((edge, True, False) for edge in EDGES),
+        *((edge, windows, True) for edge in (ZERO_COPY_EDGE, "write-back after compute") for windows in (False, True)),
+    ],
 )
-def test_every_wait_is_needed(edge: str, windows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_wait_is_needed(edge: str, windows: bool, zero_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any one kind of wait, some legal order goes wrong."""
-    outcomes = [train(seed, monkeypatch, depth=2, windows=windows, dropped=edge) for seed in range(300)]
+    outcomes = [
+        train(seed, monkeypatch, depth=2, windows=windows, zero_copy=zero_copy, dropped=edge) for seed in range(300)
+    ]
     assert any(errors or slab != expected for slab, expected, errors in outcomes)
 
 

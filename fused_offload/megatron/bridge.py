@@ -8,7 +8,7 @@ cfg.optimizer = FusedOffloadOptimizerConfig.from_config(cfg.optimizer)
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from fused_offload.config import OffloadConfig
 
@@ -45,8 +45,8 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
     optimizer_cpu_offload: bool = True
     optimizer_offload_fraction: float = 1.0
     use_precision_aware_optimizer: bool = True
-    offload_chunk_bytes: int = OffloadConfig.chunk_bytes
-    offload_depth: int = OffloadConfig.depth
+    offload_chunk_bytes: int | Literal["auto"] = OffloadConfig.chunk_bytes
+    offload_depth: int | Literal["auto"] = OffloadConfig.depth
     offload_numerics: str | None = None
 
     @classmethod

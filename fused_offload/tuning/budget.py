@@ -10,6 +10,7 @@ from fused_offload.arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS, MASTER_FORM
 from fused_offload.config import OffloadConfig
 from fused_offload.kernels.forms import REMAINDER, Form
 from fused_offload.plan import align
+from fused_offload.planner import extent_streaming
 from fused_offload.staging import RingNeed
 from fused_offload.storage import Layout, extent_place, slot_bytes
 
@@ -164,7 +165,10 @@ def _extent_bytes(layout: Layout, numel: int) -> int:
 def _ring_bytes(layout: Layout, numel: int, offload: OffloadConfig) -> int:
     if not numel:
         return 0
-    return offload.depth * RingNeed(offload.depth, slot_bytes(layout, numel, offload.chunk_bytes)).aligned_slot_bytes
+    chunk_bytes, depth, programs = extent_streaming(offload, layout, numel)
+    if programs is not None:
+        return 0
+    return depth * RingNeed(depth, slot_bytes(layout, numel, chunk_bytes)).aligned_slot_bytes
 
 
 @dataclass(frozen=True)

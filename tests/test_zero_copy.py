@@ -1,0 +1,173 @@
+"""The zero-copy transport: the bits of the resident run, bounded launches, no staging."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_same_snapshot, snapshot
+
+pytest.importorskip("triton")
+
+from fused_offload import FusedOffloadAdam, OffloadConfig, cuda_driver, engine, window
+from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, DEFAULT_PROGRAMS
+from fused_offload.kernels import adam
+from fused_offload.streaming import Streaming, streaming_of
+
+SIZES = ((30, 41), (127,), (1,), (0,))
+FORMS: dict[str, dict[str, Any]] = {
+    "remainder_bf16": {
+        "master_weights": True,
+        "store_param_remainders": True,
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+    },
+    "fp16": {"master_weights": True, "exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
+}
+
+
+class FakeEvent:
+    def __init__(self, enable_timing: bool = False) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: Any) -> float:
+        return 1.0
+
+
+class FakeStream:
+    cuda_stream = 0
+
+    def __init__(self, device: Any = None) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def pipeline_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sends parameters on the CPU through the GPU's pipeline, on queues that run everything at once, in order."""
+    stream = FakeStream()
+    for name, value in {
+        "Stream": FakeStream,
+        "Event": FakeEvent,
+        "current_stream": lambda device=None: stream,
+        "device": lambda device: contextlib.nullcontext(),
+        "synchronize": lambda device=None: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
+    monkeypatch.setattr(
+        cuda_driver, "copy_to_device_async", lambda device, host, nbytes, stream: ctypes.memmove(device, host, nbytes)
+    )
+    monkeypatch.setattr(
+        cuda_driver, "copy_to_host_async", lambda host, device, nbytes, stream: ctypes.memmove(host, device, nbytes)
+    )
+    monkeypatch.setattr(cuda_driver, "register_host_memory", lambda address, nbytes: None)
+    monkeypatch.setattr(cuda_driver, "unregister_host_memory", lambda address: None)
+    monkeypatch.setattr(engine, "_CPU", torch.device("meta"))
+    monkeypatch.setattr(adam, "compile_step", lambda *arguments: None)
+    yield
+    gc.collect()  # what is page-locked so far is given back the same way
+
+
+@pytest.fixture
+def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Programs of every launch."""
+    launched: list[int] = []
+    kernel = adam._adam_kernel
+
+    class Watched:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            launched.append(grid[0])
+            return kernel[grid]
+
+    monkeypatch.setattr(adam, "_adam_kernel", Watched())
+    return launched
+
+
+def train(forms: str, config: OffloadConfig, *, prefetched: bool = False) -> FusedOffloadAdam:
+    """Three steps; one parameter has no gradient in one of them."""
+    generator = torch.Generator().manual_seed(1)
+    params = [torch.nn.Parameter(torch.randn(size, generator=generator).bfloat16()) for size in SIZES]
+    optimizer = FusedOffloadAdam(params, weight_decay=0.1, offload=config, **FORMS[forms])
+    for step in range(3):
+        for index, param in enumerate(params):
+            grad = torch.randn(param.shape, generator=generator).bfloat16()
+            param.grad = None if (index, step) == (1, 1) else grad
+        if prefetched and step:
+            optimizer.prefetch()
+            assert optimizer._stepper.engine.window()
+        optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("forms", FORMS)
+def test_zero_copy_equals_resident_and_copies(forms: str, grids: list[int]) -> None:
+    resident = snapshot(train(forms, OffloadConfig(fraction=0.0)))
+    grids.clear()
+    optimizer = train(forms, OffloadConfig(transport="zero_copy", zero_copy_programs=3))
+    assert grids == [3, 3, 3]  # one launch a step, of 4, 3 and 4 blocks
+    assert optimizer.memory_report().ring_bytes == 0
+    assert sum(optimizer.memory_report().host_bytes.values()) > 0
+    assert_same_snapshot(snapshot(optimizer), resident)
+    copied = train(forms, OffloadConfig(transport="copy", chunk_bytes=4096))
+    assert copied.memory_report().ring_bytes > 0
+    assert_same_snapshot(snapshot(copied), resident)
+
+
+@pytest.mark.parametrize("zero_copy", [False, True])
+def test_half_in_the_window(zero_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is prefetched is stepped on the GPU, whatever happens to the rest."""
+    blocks_of = window.blocks_of
+    monkeypatch.setattr("fused_offload.stepper.blocks_of", lambda extents: blocks_of(extents, 6 * 1024))
+    config = OffloadConfig(window_bytes=7_000, transport="zero_copy" if zero_copy else "copy")
+    expected = snapshot(train("remainder_bf16", OffloadConfig(fraction=0.0)))
+    assert_same_snapshot(snapshot(train("remainder_bf16", config, prefetched=True)), expected)
+
+
+def test_extents_may_differ_in_transport(monkeypatch: pytest.MonkeyPatch) -> None:
+    small = Streaming(programs=1)
+
+    def by_size(config: OffloadConfig, device: torch.device, state_bytes: int) -> Streaming:
+        return small if state_bytes < 10_000 else Streaming(chunk_bytes=8 * 1024)
+
+    monkeypatch.setattr("fused_offload.planner.streaming_of", by_size)
+
+    def step_both(config: OffloadConfig) -> FusedOffloadAdam:
+        params = [torch.nn.Parameter(torch.ones(1200).bfloat16()), torch.nn.Parameter(torch.ones(300))]
+        optimizer = FusedOffloadAdam(params, master_weights=True, offload=config)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.full_like(param, 0.1)
+            optimizer.step()
+        return optimizer
+
+    mixed = step_both(OffloadConfig())
+    [plan] = mixed._stepper.planner._plans.values()
+    assert {chunk.kind.max_programs for chunk in plan.chunks} == {None, 1}  # type: ignore[attr-defined]
+    assert_same_snapshot(snapshot(mixed), snapshot(step_both(OffloadConfig(fraction=0.0))))
+
+
+CPU = torch.device("cpu")
+
+
+def test_defaults_without_a_profile() -> None:
+    assert streaming_of(OffloadConfig(), CPU, 10**9) == Streaming(DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, None)
+    assert streaming_of(OffloadConfig(chunk_bytes=5, depth=4), CPU, 10**9) == Streaming(5, 4, None)
+    zero_copy = OffloadConfig(transport="zero_copy")
+    assert streaming_of(zero_copy, CPU, 10**9).programs == DEFAULT_PROGRAMS
+    assert streaming_of(OffloadConfig(transport="zero_copy", zero_copy_programs=7), CPU, 1).programs == 7
