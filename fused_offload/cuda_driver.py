@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process
+_DEVICEMAP = 2  # CU_MEMHOSTREGISTER_DEVICEMAP: kernels may read and write it
+_BUS_ID_BYTES = 32
 _DEINITIALIZED = 4  # CUDA_ERROR_DEINITIALIZED: the process is going down
 
 
@@ -23,6 +25,8 @@ def _driver() -> Any:
     library.cuMemcpyHtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     library.cuMemcpyDtoHAsync_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    library.cuDeviceGetPCIBusId.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
+    library.cuDriverGetVersion.argtypes = [ctypes.POINTER(ctypes.c_int)]
     return library
 
 
@@ -37,10 +41,32 @@ def _make_context_current() -> None:
     torch.cuda.synchronize()
 
 
+def pci_bus_id(index: int) -> str:
+    """PCI address of a device of this process, such as ``"0000:3B:00.0"``."""
+    torch.cuda.init()
+    text = ctypes.create_string_buffer(_BUS_ID_BYTES)
+    device = ctypes.c_int()
+    result = _driver().cuDeviceGet(ctypes.byref(device), index)
+    if result == 0:
+        result = _driver().cuDeviceGetPCIBusId(text, _BUS_ID_BYTES, device)
+    if result != 0:
+        raise RuntimeError(f"The CUDA driver does not say where device {index} is: {_message(result)}")
+    return text.value.decode()
+
+
+def driver_version() -> str:
+    """Newest CUDA version that the driver supports, such as ``"13.0"``."""
+    version = ctypes.c_int()
+    result = _driver().cuDriverGetVersion(ctypes.byref(version))
+    if result != 0:
+        raise RuntimeError(f"The CUDA driver does not say its version: {_message(result)}")
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
 def register_host_memory(address: int, nbytes: int) -> str | None:
     """Page-locks host memory for every device. Returns the driver's message if it refuses, else None."""
     _make_context_current()
-    result = _driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE)
+    result = _driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE | _DEVICEMAP)
     return None if result == 0 else _message(result)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from . import cuda_driver
+from . import cuda_driver, numa
 from .hostmem import check_host_bytes
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; absent from Python's mmap module
@@ -33,14 +33,17 @@ class PinnedSlab:
     Attributes:
         bytes: ``[nbytes]`` uint8 on CPU. The memory lives until the last view of it dies, also after `close`.
         pinned: whether the memory is registered now.
+        numa_node: node that its pages were asked for on, as long as there is room, or None.
     """
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
+    def __init__(self, nbytes: int, *, pin: bool, numa_node: int | None = None) -> None:
         """Allocates and registers.
 
         Args:
             nbytes: size, at least 1.
             pin: register with the CUDA driver.
+            numa_node: node that should hold it, or None for what the kernel would do. A wish: where that node is full,
+                or processes may not say so, the memory comes from elsewhere.
 
         Raises:
             RuntimeError: if the host has less memory left, or the driver refuses to register it.
@@ -49,6 +52,9 @@ class PinnedSlab:
         mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with torch.inference_mode(False):  # else nobody outside that mode could write what was made inside it
             self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        self.numa_node = None
+        if numa_node is not None and numa.prefer(self.bytes.data_ptr(), nbytes, numa_node) is None:
+            self.numa_node = numa_node
         self.pinned = False
         if pin:
             self._register(mapping)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from . import numa
+from .pinned import PinnedSlab
 from .storage import Extent
 
 
@@ -18,6 +20,10 @@ class MemoryReport:
         ring_bytes: GPU staging of the device's ring, shared by all optimizers of the process.
         param_numel: elements that have state.
         pinned: whether all offloaded state is page-locked.
+        numa_nodes: NUMA nodes that offloaded state was asked for on, as long as they have room; empty on hosts of one
+            node and where the kernel refuses.
+        numa_bytes: bytes of offloaded state on each NUMA node, estimated from a sample of its pages; empty on hosts of
+            one node and where the kernel does not say.
     """
 
     host_bytes: dict[str, int] = field(default_factory=dict)
@@ -25,6 +31,8 @@ class MemoryReport:
     ring_bytes: int = 0
     param_numel: int = 0
     pinned: bool = False
+    numa_nodes: tuple[int, ...] = ()
+    numa_bytes: dict[int, int] = field(default_factory=dict)
 
 
 def memory_report(extents: Iterable[Extent], *, ring_bytes: int, param_numel: int) -> MemoryReport:
@@ -37,7 +45,7 @@ def memory_report(extents: Iterable[Extent], *, ring_bytes: int, param_numel: in
     """
     host: dict[str, int] = {}
     resident: dict[str, int] = {}
-    slabs = []
+    slabs: list[PinnedSlab] = []
     for extent in extents:
         bytes_of = host if extent.slab is not None else resident
         if extent.slab is not None:
@@ -50,4 +58,16 @@ def memory_report(extents: Iterable[Extent], *, ring_bytes: int, param_numel: in
         ring_bytes=ring_bytes,
         param_numel=param_numel,
         pinned=bool(slabs) and all(slab.pinned for slab in slabs),
+        numa_nodes=tuple(sorted({slab.numa_node for slab in slabs if slab.numa_node is not None})),
+        numa_bytes=_numa_bytes(slabs),
     )
+
+
+def _numa_bytes(slabs: Iterable[PinnedSlab]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    if len(numa.node_folders()) > 1:
+        for slab in slabs:
+            nbytes = slab.bytes.numel()
+            for node, share in numa.nodes_of(slab.bytes.data_ptr(), nbytes).items():
+                found[node] = found.get(node, 0) + round(share * nbytes)
+    return found

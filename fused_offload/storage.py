@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from . import numa
 from .kernels.forms import SCALE_BLOCK, Form, Stored
 from .kernels.reference import AdamState
 from .pinned import PinnedSlab
@@ -159,7 +160,9 @@ class Extent:
         self.numel = numel
         self.place = place = extent_place(layout, numel)
         self.nbytes = place.nbytes
-        self.slab = None if layout.resident else PinnedSlab(place.nbytes, pin=pin)
+        self.slab = None
+        if not layout.resident:
+            self.slab = PinnedSlab(place.nbytes, pin=pin, numa_node=numa.preferred_node(layout.device))
         with torch.inference_mode(False):  # as for the slab's memory
             self._memory = (
                 torch.zeros(place.nbytes, dtype=torch.uint8, device=layout.device)

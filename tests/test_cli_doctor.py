@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_offload import cli
+from fused_offload import cli, numa
 from fused_offload.pinned import PinnedSlab
 from fused_offload.tuning import doctor, machine
 from fused_offload.tuning.doctor import Finding, examine, exit_code
@@ -77,10 +77,12 @@ BAD = [
         "no Megatron-Core",
     ),
     (
-        dataclasses.replace(with_gpu(numa_node=1), numa_nodes={0: 10**9, 1: 2 * 10**9}),
+        dataclasses.replace(
+            with_gpu(numa_node=1, numa_error="Operation not permitted"), numa_nodes={0: 10**9, 1: 2 * 10**9}
+        ),
         "GPU 0: NUMA node",
         "warning",
-        "1, memory may lie elsewhere",
+        "1, memory may lie elsewhere: Operation not permitted",
     ),
 ]
 
@@ -96,8 +98,10 @@ def test_bad_machines(subject: Machine, what: str, level: str, words: str) -> No
 
 def test_what_is_as_good_as_it_gets() -> None:
     nodes = {0: 10**9, 1: 2 * 10**9}
-    near = dataclasses.replace(with_gpu(numa_node=1), numa_nodes=nodes, cpu_nodes=frozenset({1}))
+    near = dataclasses.replace(with_gpu(numa_node=1, numa_error="no"), numa_nodes=nodes, cpu_nodes=frozenset({1}))
     assert found(near, "GPU 0: NUMA node").level == "ok"
+    preferred = dataclasses.replace(with_gpu(numa_node=1), numa_nodes=nodes)
+    assert "while it has room, 2.0 GB are free" in found(preferred, "GPU 0: NUMA node").found
     assert "node 1 2.0 GB free" in found(near, "NUMA").found
     hidden = with_gpu(link=Link())  # a virtual machine: nothing to compare the measured speed with
     assert exit_code(examine(hidden)) == 0
@@ -135,10 +139,10 @@ def test_numa_nodes_are_read(sysfs: Path, tmp_path: Path) -> None:
     assert machine.read_numa_nodes(sysfs) == {0: 1_024_000, 1: 2_048_000}
     assert machine.read_cpu_nodes(sysfs, {2, 3}) == {1}
     assert machine.read_cpu_nodes(sysfs, {0, 3}) == {0, 1}
-    assert machine.read_device_node(sysfs, "00000000:3B:00.0") == 1
-    assert machine.read_device_node(sysfs, "00000000:3C:00.0") is None
+    assert numa.device_node("00000000:3B:00.0", sysfs) == 1
+    assert numa.device_node("00000000:3C:00.0", sysfs) is None
     (sysfs / "bus/pci/devices/0000:3b:00.0/numa_node").write_text("-1\n")
-    assert machine.read_device_node(sysfs, "00000000:3B:00.0") is None
+    assert numa.device_node("00000000:3B:00.0", sysfs) is None
     assert machine.read_numa_nodes(tmp_path / "nothing") == {}
 
 
@@ -185,11 +189,12 @@ class FakeNvml:
         return 16
 
 
-def test_nvml_is_read(sysfs: Path) -> None:
+def test_nvml_is_read(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numa, "try_to_prefer", lambda node: f"refused {node}")
     nvml = FakeNvml()
     facts = machine.read_nvml(lambda: nvml, "abc", sysfs)
     link = Link(generation=3, generation_max=5, width=8, width_max=16)
-    assert facts == {"driver": "580.1", "link": link, "numa_node": 1}
+    assert facts == {"driver": "580.1", "link": link, "numa_node": 1, "numa_error": "refused 1"}
     assert not nvml.is_open
     hidden = machine.read_nvml(lambda: FakeNvml(hides_width=True), "abc", sysfs)
     assert hidden["link"].width is None
@@ -218,6 +223,7 @@ def test_this_machine_is_read(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_every_gpu_is_read(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numa, "try_to_prefer", lambda node: None)
     properties = SimpleNamespace(name="H100", total_memory=85 * 10**9, uuid="abc")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -239,7 +245,7 @@ def test_copies_are_timed_and_refusals_reported(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     slabs = []
 
-    def slab(nbytes: int, *, pin: bool) -> PinnedSlab:
+    def slab(nbytes: int, *, pin: bool, numa_node: int | None) -> PinnedSlab:
         assert pin
         slabs.append(PinnedSlab(nbytes, pin=False))
         return slabs[-1]
@@ -252,7 +258,7 @@ def test_copies_are_timed_and_refusals_reported(monkeypatch: pytest.MonkeyPatch)
     assert min(h2d, d2h) > 0
     assert len(slabs) == 1
 
-    def refuse(nbytes: int, *, pin: bool) -> PinnedSlab:
+    def refuse(nbytes: int, *, pin: bool, numa_node: int | None) -> PinnedSlab:
         raise RuntimeError("The CUDA driver refused")
 
     monkeypatch.setattr(machine, "PinnedSlab", refuse)

@@ -187,7 +187,7 @@ class Slabs:
         self.sizes: list[int] = []
         self.refused: int | None = None
 
-    def make(self, nbytes: int, *, pin: bool) -> PinnedSlab:
+    def make(self, nbytes: int, *, pin: bool, numa_node: int | None = None) -> PinnedSlab:
         if self.refused == len(self.sizes):
             raise RuntimeError("no more memory")
         self.sizes.append(nbytes)

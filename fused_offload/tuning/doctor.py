@@ -143,11 +143,18 @@ def _numa(machine: Machine) -> list[Finding]:
         what = f"GPU {index}: NUMA node"
         if gpu.numa_node is None:
             findings.append(Finding("ok", what, "unknown"))
+        elif gpu.numa_error is None:
+            room = f"state is put there while it has room, {nodes.get(gpu.numa_node, 0) / 1e9:.1f} GB are free"
+            findings.append(Finding("ok", what, f"{gpu.numa_node}; {room}"))
         elif machine.cpu_nodes == {gpu.numa_node}:
             findings.append(Finding("ok", what, f"{gpu.numa_node}, where this process runs"))
         else:
-            advice = f"numactl --cpunodebind={gpu.numa_node} --preferred={gpu.numa_node} for the process of this GPU"
-            findings.append(Finding("warning", what, f"{gpu.numa_node}, memory may lie elsewhere", advice))
+            advice = (
+                f"numactl --cpunodebind={gpu.numa_node} --preferred={gpu.numa_node} for the process of this GPU, or "
+                "allow it to choose (containers: --cap-add SYS_NICE)"
+            )
+            found = f"{gpu.numa_node}, memory may lie elsewhere: {gpu.numa_error}"
+            findings.append(Finding("warning", what, found, advice))
     return findings
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 
+from fused_offload import numa
 from fused_offload.hostmem import available_host_bytes
 from fused_offload.pinned import PinnedSlab
 
@@ -53,6 +54,7 @@ class Gpu:
         nvml_error: why NVML says nothing, or None.
         link: its link, as it was right after the copies.
         numa_node: node of its slot, or None.
+        numa_error: why memory cannot be asked for on that node, or None.
         pin_error: why a small piece of host memory could not be page-locked, or None.
         h2d_gbps: measured from page-locked memory alone, or None.
         d2h_gbps: measured to page-locked memory alone, or None.
@@ -64,6 +66,7 @@ class Gpu:
     nvml_error: str | None = None
     link: Link = Link()
     numa_node: int | None = None
+    numa_error: str | None = None
     pin_error: str | None = None
     h2d_gbps: float | None = None
     d2h_gbps: float | None = None
@@ -141,11 +144,6 @@ def _is_importable(module: str) -> bool:
         return False
 
 
-def _node_folders(sysfs: Path) -> dict[int, Path]:
-    folders = (sysfs / "devices" / "system" / "node").glob("node[0-9]*")
-    return {int(folder.name.removeprefix("node")): folder for folder in sorted(folders)}
-
-
 def read_numa_nodes(sysfs: Path) -> dict[int, int]:
     """Free bytes of each NUMA node; empty where the kernel does not say.
 
@@ -153,7 +151,7 @@ def read_numa_nodes(sysfs: Path) -> dict[int, int]:
         sysfs: where the kernel shows its devices.
     """
     nodes = {}
-    for node, folder in _node_folders(sysfs).items():
+    for node, folder in numa.node_folders(sysfs).items():
         free = re.search(r"MemFree:\s+(\d+) kB", _text(folder / "meminfo"))
         nodes[node] = int(free[1]) * 1024 if free else 0
     return nodes
@@ -166,7 +164,7 @@ def read_cpu_nodes(sysfs: Path, cpus: set[int]) -> frozenset[int]:
         sysfs: where the kernel shows its devices.
         cpus: their numbers.
     """
-    folders = _node_folders(sysfs)
+    folders = numa.node_folders(sysfs)
     return frozenset(node for node, folder in folders.items() if any((folder / f"cpu{cpu}").exists() for cpu in cpus))
 
 
@@ -210,7 +208,7 @@ def _measure(device: torch.device, seconds: float) -> tuple[str | None, float | 
     """Page-locks a little memory and copies it each way, alone."""
     try:
         with torch.cuda.device(device):
-            slab = PinnedSlab(_COPY_BYTES, pin=True)
+            slab = PinnedSlab(_COPY_BYTES, pin=True, numa_node=numa.preferred_node(device))
             try:
                 mirror = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
                 return None, _gbps(mirror, slab.bytes, seconds), _gbps(slab.bytes, mirror, seconds)
@@ -256,12 +254,18 @@ def read_nvml(nvml: Callable[[], Any], uuid: str, sysfs: Path) -> dict[str, Any]
                 width=_ask(library, library.nvmlDeviceGetCurrPcieLinkWidth, handle),
                 width_max=_ask(library, library.nvmlDeviceGetMaxPcieLinkWidth, handle),
             ),
-            "numa_node": read_device_node(sysfs, bus),
+            **_read_numa(bus, sysfs),
         }
     except library.NVMLError as error:
         return {"nvml_error": str(error)}
     finally:
         library.nvmlShutdown()
+
+
+def _read_numa(bus: str, sysfs: Path) -> dict[str, Any]:
+    node = numa.device_node(bus, sysfs)
+    several = node is not None and len(numa.node_folders(sysfs)) > 1
+    return {"numa_node": node, "numa_error": numa.try_to_prefer(node) if node is not None and several else None}
 
 
 def _ask(library: Any, question: Callable[[Any], int], handle: Any) -> int | None:
@@ -273,15 +277,3 @@ def _ask(library: Any, question: Callable[[Any], int], handle: Any) -> int | Non
 
 def _decoded(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value  # older releases of nvidia-ml-py return bytes
-
-
-def read_device_node(sysfs: Path, bus: str) -> int | None:
-    """NUMA node of a PCI device, or None where the kernel does not know it.
-
-    Args:
-        sysfs: where the kernel shows its devices.
-        bus: its address as NVML writes it, such as ``"00000000:3B:00.0"``.
-    """
-    domain, _, rest = bus.lower().partition(":")
-    text = _text(sysfs / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}" / "numa_node").strip()
-    return int(text) if text.isdigit() else None  # -1 where it belongs to none
