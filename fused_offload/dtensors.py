@@ -49,6 +49,14 @@ def has_partial(tensor: Any) -> bool:
     return any(placement.is_partial() for placement in tensor._spec.placements)
 
 
+def is_replicated(tensor: Any) -> bool:
+    """Whether several ranks of a ``DTensor``'s mesh have the same elements."""
+    if not is_distributed(tensor):
+        return False
+    spec = tensor._spec
+    return any(placement.is_replicate() and spec.mesh.size(dim) > 1 for dim, placement in enumerate(spec.placements))
+
+
 def is_offloaded_by_fsdp(param: Any) -> bool:
     """Whether a parameter was sharded over GPUs, but is kept in host memory (FSDP's ``CPUOffloadPolicy``)."""
     return is_distributed(param) and param._spec.mesh.device_type != "cpu" and local_of(param).device.type == "cpu"

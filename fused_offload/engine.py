@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,6 +79,8 @@ class Engine:
             for pipeline, step in prepared:
                 with torch.cuda.device(pipeline.queues.device), record_function("FusedOffloadAdam::stream"):
                     pipeline.run(step)
+                # The next step, or the next part of this one, begins with the slot that was free first.
+                pipeline.queues.ring.rotate(sum(transfer is not None for transfer in step.plan.transfers))
         cpu_chunks = plan.chunks_of(_CPU)
         grad_scale = amp.grad_scale_on_host() if cpu_chunks else None
         for chunk in cpu_chunks:
@@ -101,6 +103,23 @@ class Engine:
         streamed = {layout: numel for layout, numel in extents.items() if not layout.resident and layout.device != _CPU}
         for device in sorted({layout.device for layout in streamed}, key=str):
             self._pipeline(device).reserve({layout: n for layout, n in streamed.items() if layout.device == device})
+
+    def compute_queue(self, device: torch.device) -> Hashable:
+        """The queue of a device in which a step would run its kernels now."""
+        if device == _CPU:
+            return None
+        from .pipeline import CudaOps
+
+        return CudaOps(self._pipeline(device).queues).compute.cuda_stream
+
+    def in_parts(self, open_: bool) -> None:
+        """Says that plans which are run from now on share no state, or that they may again.
+
+        Args:
+            open_: whether they are parts of one step.
+        """
+        for pipeline in self.pipelines.values():
+            pipeline._write_backs.in_parts(open_)
 
     def window(self) -> tuple[WindowBlock, ...]:
         """Blocks of state that are on a GPU or on their way there."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from . import checkpoint
-from .amp import amp_inputs
+from .amp import AmpInputs, amp_inputs
 from .arguments import (
     EXP_AVG_FORMS,
     EXP_AVG_SQ_FORMS,
@@ -24,6 +24,7 @@ from .attach import Attachment
 from .config import OffloadConfig
 from .dtensors import is_offloaded_by_fsdp
 from .dummy_step import is_dummy_step
+from .in_backward import BackwardSteps, refuse_scaler
 from .kernels.forms import REMAINDER, Form
 from .mapping import StateMapping
 from .masters import refresh_master
@@ -141,6 +142,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self._closed = False
         self._warned_cpu_shards = False
         self._attachment: Attachment | None = None
+        self._backward_steps: BackwardSteps | None = None
         defaults = {
             "lr": lr,
             "bias_correction": bias_correction,
@@ -344,6 +346,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         """
         if self.set_grad_none is not None and self.set_grad_none != set_to_none:
             raise ValueError("set_grad_none of the constructor and set_to_none of zero_grad disagree")
+        if self._backward_steps is not None:
+            self._backward_steps.drop_grads()
         if not self.use_decoupled_grad:
             super().zero_grad(set_to_none)
             return
@@ -405,19 +409,44 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            check_hyperparameters(group, lr_required=True)
-        modes = StepModes(
-            self.adam_w_mode, self.use_decoupled_grad, self.numerics, bool(self.defaults["bias_correction"])
-        )
+        if self._backward_steps is not None and self._backward_steps.is_active:
+            refuse_scaler(self, grad_scaler)
+            with self._backward_steps.last_part():
+                self._update(None)
+        else:
+            self._update(grad_scaler)
+        return loss
+
+    def _update(self, grad_scaler: Any) -> None:
+        modes = self._step_modes()
         updates = self._stepper.observe(self.param_groups, modes)
         amp = amp_inputs(self, grad_scaler)
         if amp.found_inf is not None and not self._stepper.on_one_gpu():
             amp = amp.on_host()  # the CPU loop must know now, and devices that skip on their own count on their own
-        if amp.skipped_on_host():
-            return loss
-        self._stepper.run(self.param_groups, updates, amp, modes, self._params_with_state)
-        return loss
+        if not amp.skipped_on_host():
+            self._stepper.run(self.param_groups, updates, amp, modes, self._params_with_state)
+
+    def _step_modes(self) -> StepModes:
+        """How a step works now, once the groups are checked."""
+        for group in self.param_groups:
+            check_hyperparameters(group, lr_required=True)
+        return StepModes(
+            self.adam_w_mode, self.use_decoupled_grad, self.numerics, bool(self.defaults["bias_correction"])
+        )
+
+    def _step_part(self, grads: Mapping[int, torch.Tensor], part: int) -> None:
+        """Updates the parameters with these gradients, by ``id``, as a part of the step that `step` completes."""
+        self._check_usable()
+        modes = self._step_modes()
+        updates = self._stepper.observe(self.param_groups, modes, grads)
+        self._stepper.engine.in_parts(True)
+        self._stepper.run(self.param_groups, updates, AmpInputs(), modes, self._params_with_state, part=part)
+
+    def _end_parts(self) -> None:
+        self._stepper.engine.in_parts(False)
+
+    def _compute_queue(self, device: torch.device) -> Hashable:
+        return self._stepper.engine.compute_queue(device)
 
     def _make_state(self) -> None:
         """Gives every parameter its storage, as a step would, without one."""
@@ -433,6 +462,11 @@ class FusedOffloadAdam(torch.optim.Optimizer):
                 "together. Load a checkpoint into model and optimizer (load_state_dict) to go on."
             )
 
+    def _check_saveable(self) -> None:
+        self._check_usable()
+        if self._backward_steps is not None:
+            self._backward_steps.check_closed()
+
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
     @torch._disable_dynamo
@@ -446,7 +480,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        self._check_usable()
+        self._check_saveable()
         self._wait_for_state()
         self._store.rehome()
         state_dict = checkpoint.pack(self.param_groups, self.state)
@@ -462,7 +496,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             As `state_dict`, with a ``step`` tensor beside each parameter's moments. Master weights are not part of that
             layout: load the parameters in float32 to keep them.
         """
-        self._check_usable()
+        self._check_saveable()
         self._wait_for_state()
         self._store.rehome()
         return checkpoint.pack_for_torch(self.param_groups, self.state, adam_w_mode=self.adam_w_mode)
@@ -488,6 +522,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             state_dict = state_dict if result is None else result
         plan = checkpoint.plan_load(state_dict, self.param_groups, self._forms_of, adam_w_mode=self.adam_w_mode)
         self._wait_for_state()
+        if self._backward_steps is not None:
+            self._backward_steps.abandon()
         params = plan.params
         known = self._params_with_state()
         seen = {id(param) for param in known}
@@ -544,6 +580,43 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         )
         return self._attachment
 
+    def step_in_backward(self, *models: torch.nn.Module, clip_value: float | None = None) -> BackwardSteps:
+        """Steps parameters during the backward pass and frees each gradient then, for who has no memory for all.
+
+        Takes the GPU staging now. From then on every backward pass is followed by `step`, which steps what is left,
+        counts the step and drops all gradients. The result is that of the ordinary step, bit for bit.
+
+        Gradients are applied as soon as those that wait take 24 MiB, and at `step` those of tied parameters and of
+        parameters that were frozen or in no group when this was called. Until `step`, ``.grad`` holds a place holder
+        that raises when it is computed with: clipping by global norm, gradient scalers and a second backward pass need
+        all gradients at once. An exception in a backward pass leaves some parameters stepped: call `step` to finish
+        (after `zero_grad`, without the rest), or load a checkpoint into model and optimizer.
+
+        Args:
+            *models: what is trained: the modules that the training loop calls, also if ``fully_shard`` wraps them.
+            clip_value: clamps gradients as ``torch.nn.utils.clip_grad_value_`` does.
+
+        Returns:
+            What removes the hooks again (``detach()``). Calling this again detaches the one before.
+
+        Raises:
+            ValueError: for a bad ``clip_value``, and models without parameters of this optimizer.
+            RuntimeError: where gradients are not final when autograd has accumulated them
+                (``DistributedDataParallel``, ``FullyShardedDataParallel``, HSDP, ``CPUOffloadPolicy``), with
+                ``use_decoupled_grad``, and with a window, which is prefetched for one step after the pass.
+        """
+        self._check_usable()
+        if self.use_decoupled_grad or self.offload.window_bytes:
+            raise RuntimeError(
+                "step_in_backward takes gradients from .grad while the backward pass runs; it works neither with "
+                "use_decoupled_grad=True nor with OffloadConfig(window_bytes=...)."
+            )
+        if self._backward_steps is not None:
+            self._backward_steps.detach()
+        self._backward_steps = BackwardSteps(self, models, clip_value=clip_value)
+        self.reserve_gpu_memory()
+        return self._backward_steps
+
     @property
     def is_attached(self) -> bool:
         """Whether some model's passes start the prefetch."""
@@ -594,6 +667,9 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         if self._attachment is not None:
             self._attachment.detach()
             self._attachment = None
+        if self._backward_steps is not None:
+            self._backward_steps.detach()
+            self._backward_steps = None
         self._closed = True
         self._stepper.engine.close()
         self._store.close()

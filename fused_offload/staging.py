@@ -118,6 +118,16 @@ class StagingRing:
             f"{advice}; one slot of one block of 128 elements always works, slowly."
         )
 
+    def rotate(self, used: int) -> None:
+        """Puts the slots that a step used last behind the others; the caller holds the lock.
+
+        Args:
+            used: chunks of the step.
+        """
+        if self.slots:
+            first = used % len(self.slots)
+            self.slots = self.slots[first:] + self.slots[:first]
+
     def release(self) -> None:
         """Drops the memory; the caller holds the lock and has waited for all copies."""
         self.slots = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -50,6 +50,8 @@ class Stepper:
         """Knows no parameters yet."""
         self.engine = Engine(config)
         self.planner = Planner(config)
+        self._config = config
+        self._part_planners: list[Planner] = []
         self.failure: str | None = None
         self._hooks = hooks
         self._store = store
@@ -61,15 +63,25 @@ class Stepper:
         self._prefetched_version = 0
         self._unconfirmed: list[tuple[StateEntry, dict[str, Any]]] = []
 
-    def observe(self, param_groups: Sequence[dict[str, Any]], modes: StepModes) -> Updates:
+    def observe(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        modes: StepModes,
+        given: Mapping[int, torch.Tensor] | None = None,
+    ) -> Updates:
         """What has a gradient, checked; changes nothing.
+
+        Args:
+            param_groups: the optimizer's groups.
+            modes: how the step works.
+            given: gradients by the ``id`` of their parameter, if not those on the parameters.
 
         Raises:
             TypeError: for what cannot be a parameter or a gradient.
             RuntimeError: for tensors that cannot be updated, do not fit together, or do not fit their state.
         """
         with record_function("FusedOffloadAdam::check"):
-            updates = self._watch.observe(param_groups, modes.decoupled_grad)
+            updates = self._watch.observe(param_groups, modes.decoupled_grad, given)
             self._check_entries(updates, modes.numerics)
         return updates
 
@@ -116,6 +128,8 @@ class Stepper:
         amp: AmpInputs,
         modes: StepModes,
         wanted: Callable[[], list[torch.Tensor]],
+        *,
+        part: int | None = None,
     ) -> None:
         """Enqueues a step and counts it.
 
@@ -125,12 +139,14 @@ class Stepper:
             amp: a gradient scaler's signals.
             modes: how the step works.
             wanted: parameters that get state, asked for only when something changed.
+            part: which part of a step this is, if it is not the last one. Only the last one counts the step.
         """
         self.take_in_skips(param_groups)
         entries = self._ready_entries(updates, wanted)
         if self.engine.window() and self._store.views_version() != self._prefetched_version:
             self.engine.cancel_prefetch()  # somebody wrote to a view that was handed out before
-        plan = self.planner.plan(updates, entries, self._hooks.version, self.engine.window())
+        planner = self.planner if part is None else self._part_planner(part)
+        plan = planner.plan(updates, entries, self._hooks.version, self.engine.window())
         steps = [int(group.get("step", 0)) + 1 for group in param_groups]
         pending = self.engine.pending_skips()
         scalars, corrections = {}, {}
@@ -144,8 +160,9 @@ class Stepper:
         def launching() -> None:
             nonlocal launched
             launched = True
-            for group, step in zip(param_groups, steps, strict=True):
-                group["step"] = step
+            if part is None:
+                for group, step in zip(param_groups, steps, strict=True):
+                    group["step"] = step
 
         try:
             self.engine.run(plan, updates, scalars, corrections, amp, numerics=modes.numerics, launching=launching)
@@ -159,6 +176,12 @@ class Stepper:
             params = self._watch.params
             group_of = {id(params[place]): self._watch.groups[place] for place in updates.positions}
             self._unconfirmed += [(entry, param_groups[group_of[id(entry.param)]]) for entry in plan.initial]
+
+    def _part_planner(self, part: int) -> Planner:
+        """Plans of each part are kept apart: a step has more parts than one planner keeps plans."""
+        while len(self._part_planners) <= part:
+            self._part_planners.append(Planner(self._config))
+        return self._part_planners[part]
 
     def _ready_entries(self, updates: Updates, wanted: Callable[[], list[torch.Tensor]]) -> list[StateEntry]:
         """State of each update, with its storage."""
@@ -233,6 +256,7 @@ class Stepper:
     def forget_entries(self) -> None:
         """Drops what steps remember of the state, which would keep the storage of removed entries alive."""
         self.planner.forget()
+        self._part_planners.clear()
         self._store.forget_views()
         self._entries = []
         self._entries_made_for = (-1, -1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,12 +74,18 @@ class ParamWatch:
         self._version = 0
         self._signatures: dict[Hashable, int] = {}
 
-    def observe(self, param_groups: Sequence[dict[str, Any]], decoupled: bool) -> Updates:
+    def observe(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        decoupled: bool,
+        given: Mapping[int, torch.Tensor] | None = None,
+    ) -> Updates:
         """Takes in groups and gradients as they are now.
 
         Args:
             param_groups: the optimizer's groups.
             decoupled: read ``decoupled_grad`` instead of ``grad``.
+            given: gradients by the ``id`` of their parameter, to be taken instead of those on the parameters.
 
         Returns:
             What has a gradient.
@@ -100,7 +106,9 @@ class ParamWatch:
         if not unchanged:
             self._take_in(param_groups, params, lengths)
         found: list[torch.Tensor | None]
-        if decoupled:
+        if given is not None:
+            found = [given.get(id(param)) for param in params]
+        elif decoupled:
             found = [getattr(param, "decoupled_grad", None) for param in params]
         else:
             found = [param._grad for param in params]  # as .grad, without its warning for views of a flat buffer

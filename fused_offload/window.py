@@ -70,6 +70,19 @@ class WriteBacks:
         self.last: Any = None
         self._streamed: Any = None  # of everything that has no event of its own
         self._of_block: dict[Hashable, Any] = {}
+        self._before_parts: list[Any] | None = None
+
+    def in_parts(self, open_: bool) -> None:
+        """Says that what is read from now on was not written since, or that it may have been.
+
+        Args:
+            open_: whether steps are parts of one, which share no state: each waits only for what was written before
+                the first of them.
+        """
+        if not open_:
+            self._before_parts = None
+        elif self._before_parts is None:
+            self._before_parts = self.of_streamed(())
 
     def of_block(self, block: Hashable) -> Any:
         """What to wait for before a block is read, or None."""
@@ -77,6 +90,8 @@ class WriteBacks:
 
     def of_streamed(self, window: Collection[Hashable]) -> list[Any]:
         """What to wait for before everything that is not in the window is read."""
+        if self._before_parts is not None:
+            return self._before_parts
         events = [self._streamed, *(event for block, event in self._of_block.items() if block not in window)]
         return [event for event in events if event is not None]
 

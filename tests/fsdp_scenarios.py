@@ -35,7 +35,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload import FusedOffloadAdam, OffloadConfig, in_backward
 
 FOLDER = Path()
 SCENARIOS: dict[str, Callable[[], None]] = {}
@@ -660,6 +660,53 @@ def mixed_precision() -> None:
             assert local(model.embed.weight).dtype == dtype
             runs += [model, optimizer]
         same_training(*runs)
+
+
+@scenario
+def steps_in_backward() -> None:
+    for part_bytes in (1, 2000, 10**9):
+        in_backward.PART_BYTES = part_bytes
+        runs = []
+        for steps_early in (True, False):
+            model = gpt()
+            optimizer = adam(model, master_weights=True)
+            if steps_early:
+                optimizer.step_in_backward(model)
+            train(model, optimizer, range(3))
+            for last in (False, True):  # FSDP keeps a microbatch's gradients until it reduces them: one pass
+                model.set_requires_gradient_sync(last)
+                loss_of(model, 3).backward()
+            optimizer.step()
+            runs += [model, optimizer]
+        same_training(*runs)
+        assert runs[1].param_groups[0]["step"] == 4
+        model, optimizer = runs[:2]
+        assert all(param.grad is None for param in model.parameters())
+        loss_of(model, 4).backward()
+        refused(RuntimeError, "global norm", torch.nn.utils.clip_grad_norm_, model.parameters(), 1.0)
+        refused(RuntimeError, "accumulation", loss_of, model, 4)
+        refused(RuntimeError, "two steps", get_optimizer_state_dict, model, optimizer)
+        model.eval()
+        loss_of(model, 4)
+        optimizer.step()
+        model.train()
+        train(model, optimizer, range(5, 6))
+
+
+@scenario
+def steps_in_backward_are_refused() -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer = FusedOffloadAdam(model.parameters())
+    replicas = torch.nn.parallel.DistributedDataParallel(model)
+    refused(RuntimeError, "DistributedDataParallel reduces gradients", optimizer.step_in_backward, replicas)
+    mesh = DeviceMesh("cuda", list(range(dist.get_world_size())), _init_backend=False, _rank=dist.get_rank())
+    model = gpt(offload_policy=CPUOffloadPolicy(pin_memory=False))
+    for param in model.parameters():
+        param._spec = copy.copy(param._spec)
+        param._spec.mesh = mesh
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        refused(RuntimeError, "CPUOffloadPolicy", adam(model).step_in_backward, model)
 
 
 def main(folder: str, *names: str) -> None:
