@@ -14,6 +14,7 @@ from .config import OffloadConfig
 from .cpu_loop import run_chunk
 from .kernels.reference import AdamScalars, bias_correction
 from .planner import StepPlan, extent_of
+from .step_report import StepReport, combined
 from .storage import Layout
 from .updates import Updates
 from .window import WindowBlock
@@ -147,6 +148,11 @@ class Engine:
     def allocated_bytes(self) -> int:
         """GPU bytes that are allocated on the devices in use."""
         return sum(torch.cuda.memory_allocated(device) for device in self.pipelines)
+
+    def last_step_report(self) -> StepReport | None:
+        """The last step that all devices are through with, or None."""
+        marks = [pipeline.log.last() for pipeline in self.pipelines.values()]
+        return combined([step.report(None) for step in marks if step is not None])
 
     def cancel_prefetch(self) -> None:
         """Drops what was prefetched."""

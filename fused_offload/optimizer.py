@@ -30,6 +30,7 @@ from .mapping import StateMapping
 from .masters import refresh_master
 from .report import MemoryReport, memory_report
 from .state import StateEntry, StateHooks, get_unscaled, set_scaled
+from .step_report import StepReport
 from .stepper import StepModes, Stepper
 from .store import StateStore
 from .tensors import is_frozen
@@ -671,6 +672,14 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             self._backward_steps.detach()
             self._backward_steps = None
         self._closed = True
+    def last_step_report(self) -> StepReport | None:
+        """What the last step that its GPUs are through with has moved, and what it cost.
+
+        Waits for nothing: right after `step` this is an earlier one. None before there is one, and on the CPU, where
+        nothing moves.
+        """
+        return self._stepper.engine.last_step_report()
+
         self._stepper.engine.close()
         self._store.close()
         self.state.clear()

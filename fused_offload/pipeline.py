@@ -62,6 +62,7 @@ from .plan import Chunk
 from .planner import ChunkKind, StepPlan, extent_streaming
 from .skips import SkipCounter
 from .staging import RingNeed, Slot, StagingRing
+from .step_report import Span, StepLog, StepMarks
 from .storage import Layout, slot_bytes
 from .table import AddressTable
 from .transfers import ChunkTransfer, Copy, block_transfer, block_write_back, chunk_transfer, slot_state
@@ -117,11 +118,13 @@ class LoadedBlock(NamedTuple):
         block: which state.
         slot: its memory.
         loaded: event after which it is there.
+        nbytes: what is copied into it.
     """
 
     block: WindowBlock
     slot: Slot
     loaded: Event
+    nbytes: int
 
 
 class WindowChunk(NamedTuple):
@@ -150,8 +153,9 @@ def load_block(block: WindowBlock, slot: Slot, ops: StreamOps, written: Event | 
     ops.wait(ops.h2d, ops.record(ops.compute))  # [Note: window memory]
     if written is not None:
         ops.wait(ops.h2d, written)  # [Note: next step reads what this one wrote]
-    ops.copy_to_device(slot, block_transfer(block))
-    return LoadedBlock(block, slot, ops.record(ops.h2d))
+    copies = block_transfer(block)
+    ops.copy_to_device(slot, copies)
+    return LoadedBlock(block, slot, ops.record(ops.h2d), _bytes_of(copies))
 
 
 def launch_window(chunks: Sequence[WindowChunk], ops: StreamOps) -> None:
@@ -320,6 +324,27 @@ class CudaOps:
             cuda_driver.copy_to_host_async(copy.host_address, base + copy.slot_offset, copy.nbytes, stream)
 
 
+class _Moved(NamedTuple):
+    """Bytes of state that cross the link.
+
+    Attributes:
+        to_device: what kernels read.
+        to_host: what they write.
+    """
+
+    to_device: int
+    to_host: int
+
+    @classmethod
+    def by(cls, transfers: Iterable[ChunkTransfer | None]) -> _Moved:
+        """All bytes of some transfers."""
+        known = [transfer for transfer in transfers if transfer is not None]
+        return cls(
+            sum(_bytes_of(transfer.to_device) for transfer in known),
+            sum(_bytes_of(transfer.to_host) for transfer in known),
+        )
+
+
 class _DevicePlan:
     """What the pipeline works out once per plan and device."""
 
@@ -328,6 +353,7 @@ class _DevicePlan:
         self.kinds: list[ChunkKind] = []
         self.transfers: list[ChunkTransfer | None] = []
         self.window_copies: dict[int, tuple[Copy, ...]] = {}  # write-back of the chunks in the window, by index
+        in_host_memory: list[ChunkTransfer] = []  # what copies would move for the chunks that need none
         for index, chunk in enumerate(chunks):
             kind = chunk.kind
             assert isinstance(kind, ChunkKind)
@@ -335,6 +361,9 @@ class _DevicePlan:
             self.transfers.append(chunk_transfer(chunk, kind) if kind.origin is None else None)
             if kind.block is not None:
                 self.window_copies[index] = block_write_back(kind.block, chunk)
+            elif kind.max_programs is not None:
+                in_host_memory.append(chunk_transfer(chunk, kind))
+        self.copied, self.mapped = _Moved.by(self.transfers), _Moved.by(in_host_memory)
         streamed = {kind.extent for kind in self.kinds if kind.origin is None}
         self.need = _ring_need(config, ((extent.layout, extent.numel) for extent in streamed))
         # By slot, weakly: a ring that is released or grown takes its slots' views with it.
@@ -379,12 +408,14 @@ class Pipeline:
     Attributes:
         queues: what it shares with other optimizers.
         skips: counts steps that the device skipped.
+        log: timing events of the last steps.
     """
 
     def __init__(self, device: torch.device, config: OffloadConfig) -> None:
         """Takes no GPU memory yet."""
         self.queues = DeviceQueues.of(device)
         self.skips = SkipCounter(device)
+        self.log = StepLog()
         self._config = config
         self._upload = UploadBuffer(device)
         self._compiled: set[Any] = set()
@@ -392,6 +423,7 @@ class Pipeline:
         self._write_backs = WriteBacks()
         self._computed: torch.cuda.Event | None = None
         self._warned_small_window = False
+        self._prefetched: list[Span] = []
         self._prefetch_began: torch.cuda.Event | None = None
         self._prefetch_ended: torch.cuda.Event | None = None
         self._prefetch_seconds: float | None = None
@@ -410,17 +442,23 @@ class Pipeline:
         with self.locked():
             ops = CudaOps(self.queues)
             missing = [block for block in blocks if block not in self._window]
-            if missing and not self._window:
-                ops.wait(ops.h2d, ops.record(ops.compute))  # the time that the device needs to get here is not its own
-                self._prefetch_began = ops.record(self.queues.h2d, timing=True)
+            if not missing:
+                return
+            ops.wait(ops.h2d, ops.record(ops.compute))  # the time that the device needs to get here is not its own
+            began = ops.record(ops.h2d, timing=True)
+            if not self._window:
+                self._prefetch_began = began
+            nbytes = 0
             for block in missing:
                 memory = self._window_memory(block.nbytes)
                 if memory is None:
                     break
                 memory.record_stream(self.queues.h2d)
-                self._window[block] = load_block(block, Slot(memory), ops, self._write_backs.of_block(block))
-            if missing:
-                self._prefetch_ended = ops.record(self.queues.h2d, timing=True)
+                loaded = load_block(block, Slot(memory), ops, self._write_backs.of_block(block))
+                self._window[block] = loaded
+                nbytes += loaded.nbytes
+            self._prefetch_ended = ops.record(ops.h2d, timing=True)
+            self._prefetched.append(Span((began,), self._prefetch_ended, nbytes))
 
     def prefetch_seconds(self) -> float | None:
         """How long the last prefetch took from its first to its last copy, once that is known."""
@@ -445,6 +483,7 @@ class Pipeline:
     def cancel_prefetch(self) -> None:
         """Drops the window; state on the host is what it was."""
         self._window.clear()
+        self._prefetched.clear()
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -574,8 +613,12 @@ class Pipeline:
             if transfer is not None
         ]
         window = [self._window_chunk(step, index, ops) for index in plan.window_copies]
+        window_bytes = sum(block.nbytes for block in self._window)
         previous = self._write_backs.of_streamed(self._window)
+        began = ops.record(ops.compute, timing=True)
+        copies_began = ops.record(ops.h2d, timing=True)
         written_back = stream_chunks(streamed, self.queues.ring.slots, ops, previous, window)
+        copies_ended = [ops.record(stream, timing=True) for stream in (ops.h2d, ops.d2h)]
         in_host_memory = [
             partial(step.launch, index, 0) for index, kind in enumerate(plan.kinds) if kind.max_programs is not None
         ]
@@ -584,10 +627,19 @@ class Pipeline:
         for index, kind in enumerate(plan.kinds):
             if kind.extent.layout.resident:
                 step.launch(index, 0)
-        self._write_back(written_back, window, ops)
+        computed = self._computed = ops.record(ops.compute, timing=True)
+        copied = Span((began, copies_began), copies_ended[0], plan.copied.to_device)
+        mapped = Span((began,), computed, plan.mapped.to_device)
+        to_host = (
+            Span((began,), copies_ended[1], plan.copied.to_host),
+            Span((began,), computed, plan.mapped.to_host),
+            *self._write_back(written_back, window, ops, computed),
+        )
+        self.log.add(StepMarks(began, computed, tuple(self._prefetched), (copied, mapped), to_host, window_bytes))
+        self._prefetched.clear()
         if step.found_inf is not None:
             self.skips.count(step.found_inf, lambda: ops.record(ops.compute))
-        self._computed = ops.record(ops.compute)
+            self._computed = ops.record(ops.compute)
         # The kernel writes through raw addresses; autograd must still notice that saved parameters changed.
         torch.autograd.graph.increment_version(step.params)
 
@@ -599,8 +651,20 @@ class Pipeline:
             loaded.slot.memory.record_stream(stream)  # [Note: window memory]
         return WindowChunk(loaded, lambda: step.launch(index, 0), step.plan.window_copies[index])
 
-    def _write_back(self, streamed: Any, window: list[WindowChunk], ops: CudaOps) -> None:
-        """Writes the window back, giving each block's memory away behind its own copies, and remembers the events."""
+    def _write_back(
+        self, streamed: Any, window: list[WindowChunk], ops: CudaOps, computed: torch.cuda.Event
+    ) -> tuple[Span, ...]:
+        """Writes the window back, giving each block's memory away behind its own copies, and remembers the events.
+
+        Args:
+            streamed: event of the last write-back of streamed chunks, or None.
+            window: chunks of the window; emptied.
+            ops: queues of the device.
+            computed: event behind all kernels.
+
+        Returns:
+            The copies of the window, if it has any.
+        """
         if streamed is not None:
             self._write_backs.note_streamed(streamed, self._window)
         pending = Counter(chunk.loaded.block for chunk in window)
@@ -613,8 +677,14 @@ class Pipeline:
             if not pending[block]:
                 del self._window[block]
 
+        if not window:
+            return ()
+        nbytes = sum(_bytes_of(chunk.to_host) for chunk in window)
+        ops.wait(ops.d2h, computed)
+        began = ops.record(ops.d2h, timing=True)
         window.reverse()
         write_back_window((window.pop() for _ in range(len(window))), ops, written)
+        return (Span((began,), ops.record(ops.d2h, timing=True), nbytes),)
 
     def wait(self) -> None:
         """Drops the window, and waits on the host until all state of this optimizer is written back."""
@@ -636,6 +706,10 @@ def _ring_need(config: OffloadConfig, extents: Iterable[tuple[Layout, int]]) -> 
     if not needs:
         return None
     return RingNeed(max(need.depth for need in needs), max(need.slot_bytes for need in needs))
+
+
+def _bytes_of(copies: Iterable[Copy]) -> int:
+    return sum(copy.nbytes for copy in copies)
 
 
 def _with_lr_on(device: torch.device, scalars: AdamScalars) -> AdamScalars:
