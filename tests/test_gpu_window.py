@@ -174,6 +174,74 @@ def test_skipped_and_refused_steps_leave_no_trace() -> None:
     assert_same(run(window(ALL)), run(RESIDENT))
 
 
+def hundred_steps(forms: str, config: OffloadConfig) -> Outcome:
+    """Windows and skipped steps at random, the same ones for every configuration."""
+    rng = random.Random(5)
+    params, optimizer = build(forms, config)
+    for step in range(100):
+        nbytes = rng.choice((0, 3 * MIB, 10 * MIB, ALL))
+        if config.window_bytes:
+            object.__setattr__(optimizer.offload, "window_bytes", nbytes)
+        optimizer.prefetch()
+        set_grads(params, step)
+        if step % 10 == 3:
+            poison_free_memory()
+        skipped = rng.choice((None, None, None, "host", "device"))
+        if skipped is not None:
+            optimizer.found_inf = torch.ones(1, device="cuda" if skipped == "device" else "cpu")  # type: ignore[attr-defined]
+        optimizer.step()
+        if skipped is not None:
+            del optimizer.found_inf  # type: ignore[attr-defined]
+    result = outcome(params, optimizer)
+    optimizer.close()
+    assert 0 < result.steps[0] < 100
+    return result
+
+
+@functools.cache
+def resident_hundred_steps(forms: str) -> Outcome:
+    return hundred_steps(forms, RESIDENT)
+
+
+@pytest.mark.parametrize("slow", [None, *STREAMS])
+@pytest.mark.parametrize("forms", ["fp32", "remainder_bf16"])
+def test_a_hundred_steps_with_skips_and_changing_windows(
+    forms: str, slow: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = resident_hundred_steps(forms)
+    if slow is not None:
+        delay(monkeypatch, slow)
+    assert_same(hundred_steps(forms, window(ALL, chunk_bytes=4 * MIB)), expected)
+
+
+def test_the_last_step_is_reported_without_waiting_for_it() -> None:
+    params, optimizer = build("remainder_bf16", window(10 * MIB))
+    for step in range(3):
+        optimizer.prefetch()
+        set_grads(params, step)
+        if step == 2:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(1_000_000_000)
+        optimizer.step()
+        if step == 2:
+            first = optimizer.last_step_report()  # the device is still asleep: this is an earlier step
+    torch.cuda.synchronize()
+    report = optimizer.last_step_report()
+    assert report is not None
+    assert first is not None
+    assert first != report
+    moved = sum(optimizer.memory_report().host_bytes.values())
+    numel = sum(param.numel() for param in params)
+    assert 6 * numel * 0.5 < report.bytes_to_device <= moved
+    assert 6 * numel * 0.5 < report.bytes_to_host <= moved
+    assert 0.1 < report.prefetched_share < 0.9
+    assert 3 * MIB <= report.window_bytes <= 10 * MIB
+    assert 0 < report.exposed_ms < 100
+    for speed in (report.to_device_gbps, report.to_host_gbps):
+        assert speed is not None
+        assert 1 < speed < 1000
+
+
 def test_too_little_memory_makes_the_window_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     from fused_offload import pipeline
 
