@@ -15,6 +15,9 @@ _ROOT = Path(__file__).resolve().parent
 # of Hugging Face's `kernels` package, which transformers imports. Tests use the installed package, as users do.
 sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve() != _ROOT]
 
+# Tests go by the defaults, not by what was measured on this machine. The folder need not exist.
+os.environ["FUSED_OFFLOAD_PROFILES"] = str(_ROOT / ".no-profiles")
+
 if not torch.cuda.is_available():
     # Read by Triton when it decorates a kernel, so it must be set before any module of ours is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")

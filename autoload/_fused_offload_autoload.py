@@ -2,7 +2,7 @@
 
 For frameworks that start their own workers, where no line of code can be put in front. `fused_offload_autoload.pth`,
 which Python reads at every start, imports this module if the variable is set at all. It stands beside the package
-because importing anything of `fused_offload` imports torch, which must not happen in every Python process of a machine.
+because importing `fused_offload.megatron` imports torch, which must not happen in every Python process of a machine.
 """
 
 from __future__ import annotations

@@ -1,34 +1,20 @@
-"""The ``fused-offload`` command: what a model will take, and whether this machine is fit for it."""
+"""The ``fused-offload`` command: what a model will take, what this machine can do, and whether it is fit for it.
+
+The commands are imported when they are run: help should not take as long as importing torch.
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.metadata
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
-from .config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, MIB, OffloadConfig
-from .tuning.budget import (
-    DEFAULT_LINK_GBPS,
-    MASTERS,
-    PARAM_DTYPES,
-    Memory,
-    Training,
-    largest_model,
-    memory_of,
-    step_time,
-)
-from .tuning.doctor import examine, exit_code
-from .tuning.machine import read_machine
-from .tuning.sizes import Decoder, count_config
+from .config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, OffloadConfig
+from .tuning.sizes import MEGATRON_SIZES
+from .tuning.terms import DEFAULT_LINK_GBPS, DEFAULT_TUNING_SECONDS, DTYPES, MASTERS
 
 _PLAN_EXAMPLES = """\
 GB = 1e9 bytes, MiB = 2^20 bytes. Examples:
@@ -41,7 +27,11 @@ Exit codes: 0 nothing to do, 1 warnings, 2 problems. Examples:
   fused-offload doctor
   fused-offload doctor --json | python -m json.tool
 """
-_MEGATRON_SIZES = ("layers", "hidden", "ffn", "heads", "vocab")
+_TUNE_EXAMPLES = """\
+GB = 1e9 bytes, MiB = 2^20 bytes. Exit codes: 0 done, 2 it cannot be measured. Examples:
+  fused-offload tune
+  fused-offload tune --device 1 --json --plot tuning.png > tuning.json
+"""
 _SIZE_HELP = {
     "ffn": "width of the MLP, and of each expert",
     "kv-heads": "default: --heads",
@@ -70,17 +60,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _build_parser()
     options = parser.parse_args(arguments)
     try:
-        return _doctor(options) if options.command == "doctor" else _plan(options)
+        return _run(options)
     except ValueError as error:
         print(f"fused-offload {options.command}: error: {error}", file=sys.stderr)
         return 2
 
 
+def _run(options: argparse.Namespace) -> int:
+    if options.command == "doctor":
+        from .tuning.doctor_command import doctor
+
+        return doctor(options)
+    if options.command == "tune":
+        from .tuning.tune_command import tune
+
+        return tune(options)
+    from .tuning.plan_command import plan
+
+    return plan(options)
+
+
 def _build_parser() -> _Parser:
-    parser = _Parser(prog="fused-offload", description="Adam with its state in host memory: plans and checks.")
+    parser = _Parser(prog="fused-offload", description="Adam with its state in host memory: plans, tunes, checks.")
     parser.add_argument("--version", action="version", version=importlib.metadata.version("fused-offload"))
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="COMMAND")
     _add_plan(commands)
+    _add_tune(commands)
     doctor = commands.add_parser(
         "doctor",
         help="check this machine",
@@ -103,15 +108,15 @@ def _add_plan(commands: Any) -> None:
     model = plan.add_argument_group("model: one of --params, --config, or Megatron's sizes")
     model.add_argument("--params", type=_positive, metavar="N", help="parameters of the whole model, such as 13e9")
     model.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json on this machine")
-    for name in (*_MEGATRON_SIZES, "kv-heads", "head-dim", "experts"):
+    for name in (*MEGATRON_SIZES, "kv-heads", "head-dim", "experts"):
         model.add_argument(f"--{name}", type=_positive_int, metavar="N", help=_SIZE_HELP.get(name))
     model.add_argument("--tied", action="store_true", help="the output layer is the embedding")
     model.add_argument("--no-gated", action="store_true", help="MLPs of two matrices instead of SwiGLU's three")
     forms = plan.add_argument_group("dtypes")
-    forms.add_argument("--param-dtype", choices=PARAM_DTYPES, default="bf16")
-    forms.add_argument("--grad-dtype", choices=PARAM_DTYPES, default="bf16")
+    forms.add_argument("--param-dtype", choices=DTYPES, default="bf16")
+    forms.add_argument("--grad-dtype", choices=DTYPES, default="bf16")
     forms.add_argument("--master", choices=MASTERS, help="default: fp32, and none for fp32 parameters")
-    forms.add_argument("--moments", choices=PARAM_DTYPES, default="fp32", help="stored dtype of both moments")
+    forms.add_argument("--moments", choices=DTYPES, default="fp32", help="stored dtype of both moments")
     ranks = plan.add_argument_group("ranks")
     ranks.add_argument("--data-parallel", type=_positive_int, default=1, metavar="N", help="ranks that share the state")
     ranks.add_argument("--model-parallel", type=_positive_int, default=1, metavar="N", help="tensor x pipeline ranks")
@@ -124,9 +129,14 @@ def _add_plan(commands: Any) -> None:
         "--window-bytes", type=_bytes, default=0, metavar="BYTES", help="state prefetched under backward"
     )
     offload.add_argument(
-        "--chunk-bytes", type=_bytes, default=DEFAULT_CHUNK_BYTES, metavar="BYTES", help="default: %(default)s"
+        "--chunk-bytes",
+        type=_positive_int,
+        metavar="BYTES",
+        help=f"default: what tune chose on this machine, or {DEFAULT_CHUNK_BYTES}",
     )
-    offload.add_argument("--depth", type=_positive_int, default=DEFAULT_DEPTH, metavar="N", help="default: %(default)s")
+    offload.add_argument(
+        "--depth", type=_positive_int, metavar="N", help=f"default: what tune chose on this machine, or {DEFAULT_DEPTH}"
+    )
     machine = plan.add_argument_group("machine")
     machine.add_argument("--gpu-memory", type=_positive, metavar="GB", help="of one GPU")
     machine.add_argument("--host-memory", type=_positive, metavar="GB", help="of one node, what training may take")
@@ -135,9 +145,39 @@ def _add_plan(commands: Any) -> None:
         "--link-gbps",
         type=_positive,
         metavar="GB/s",
-        help=f"each way, both directions busy; default {DEFAULT_LINK_GBPS:g}, an H100 over PCIe 5 x16, an assumption",
+        help="each way, both directions busy; default: this machine's profile (fused-offload tune), or else "
+        f"{DEFAULT_LINK_GBPS:g}, an H100 over PCIe 5 x16, an assumption",
     )
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _add_tune(commands: Any) -> None:
+    tune = commands.add_parser(
+        "tune",
+        help="measure this machine, and keep what is fastest",
+        description="Measures the link, and optimizer steps over chunk sizes, depths and transports. Keeps the fastest "
+        "as\nthis user's profile, which OffloadConfig's \"auto\" takes from then on. Needs a CUDA GPU.",
+        epilog=_TUNE_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tune.add_argument("--device", type=_index, default=0, metavar="N", help="CUDA device; default: %(default)s")
+    tune.add_argument(
+        "--seconds",
+        type=_positive,
+        default=DEFAULT_TUNING_SECONDS,
+        metavar="S",
+        help="measure for about so long, starting and compiling apart; default: %(default)g",
+    )
+    tune.add_argument("--no-save", action="store_true", help="keep no profile")
+    tune.add_argument("--json", action="store_true", help="print JSON with every measured step instead of tables")
+    tune.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the measurements; needs matplotlib")
+
+
+def _index(text: str) -> int:
+    value = _number(text)
+    if not value.is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(value)
 
 
 def _number(text: str) -> float:
@@ -170,185 +210,6 @@ def _positive_int(text: str) -> int:
     if not value.is_integer():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(value)
-
-
-# -- plan ------------------------------------------------------------------------------------------------------------
-
-
-def _param_numel(options: argparse.Namespace) -> int:
-    sizes = [name for name in (*_MEGATRON_SIZES, "kv_heads", "head_dim", "experts") if getattr(options, name)]
-    ways = [options.params is not None, options.config is not None, bool(sizes)]
-    if sum(ways) != 1:
-        raise ValueError("give the model by one of --params, --config, or --layers, --hidden, --ffn, --heads, --vocab")
-    if options.params is not None:
-        return max(1, int(options.params))
-    if options.config is not None:
-        return count_config(options.config)
-    missing = [f"--{name}" for name in _MEGATRON_SIZES if name not in sizes]
-    if missing:
-        raise ValueError(f"Megatron's sizes lack {', '.join(missing)}")
-    return Decoder(
-        layers=options.layers,
-        hidden=options.hidden,
-        ffn=options.ffn,
-        heads=options.heads,
-        kv_heads=options.kv_heads or options.heads,
-        head_dim=options.head_dim or options.hidden // options.heads,
-        vocab=options.vocab,
-        tied=options.tied,
-        gated=not options.no_gated,
-        experts=options.experts or 0,
-    ).param_numel()
-
-
-def _training(options: argparse.Namespace) -> Training:
-    return Training(
-        param_dtype=options.param_dtype,
-        grad_dtype=options.grad_dtype,
-        master=options.master or ("none" if options.param_dtype == "fp32" else "fp32"),
-        exp_avg=options.moments,
-        exp_avg_sq=options.moments,
-        data_parallel=options.data_parallel,
-        model_parallel=options.model_parallel,
-        shard_params=options.shard_params,
-        offload=OffloadConfig(
-            fraction=options.fraction,
-            chunk_bytes=options.chunk_bytes,
-            depth=options.depth,
-            window_bytes=options.window_bytes,
-        ),
-        ranks_per_node=options.ranks_per_node,
-        other_gpu_bytes=int(options.other_gpu * 1e9),
-    )
-
-
-def _plan(options: argparse.Namespace) -> int:
-    numel, training = _param_numel(options), _training(options)
-    memory = memory_of(numel, training)
-    link_gbps = options.link_gbps or DEFAULT_LINK_GBPS
-    time = step_time(memory, link_gbps)
-    gpu_bytes = None if options.gpu_memory is None else int(options.gpu_memory * 1e9)
-    node_bytes = None if options.host_memory is None else int(options.host_memory * 1e9)
-    limits = {"gpu_bytes": gpu_bytes, "node_bytes": node_bytes}
-    report = {
-        "param_numel": numel,
-        "training": dataclasses.asdict(training),
-        "gpu_bytes": {
-            **{
-                name: getattr(memory, name) for name in ("params", "grads", "resident_state", "ring", "window", "other")
-            },
-            "total": memory.gpu,
-        },
-        "host_bytes": {
-            "rank": memory.host_state,
-            "rank_in_save": memory.host_in_save,
-            "node": memory.node,
-            "node_in_save": memory.node_in_save,
-        },
-        "fits": {
-            "gpu": None if gpu_bytes is None else memory.gpu <= gpu_bytes,
-            "host": None if node_bytes is None else memory.node <= node_bytes,
-            "host_in_save": None if node_bytes is None else memory.node_in_save <= node_bytes,
-        },
-        "largest_param_numel": {
-            "training": largest_model(training, saving=False, **limits),
-            "with_save": largest_model(training, saving=True, **limits),
-        },
-        "predicted": {
-            "alone_ms": time.alone_ms,
-            "exposed_ms_at_least": time.exposed_ms,
-            "link_gbps": link_gbps,
-            "link_assumed": options.link_gbps is None,
-        },
-        "notes": _notes(options, memory, link_gbps),
-    }
-    if options.json:
-        print(json.dumps(report, indent=2))
-    else:
-        _show_plan(report, training)
-    return 0
-
-
-def _notes(options: argparse.Namespace, memory: Memory, link_gbps: float) -> list[str]:
-    link = "given by --link-gbps"
-    if options.link_gbps is None:
-        link = "an assumption: what an H100 over PCIe 5 x16 reaches; give your own with --link-gbps"
-    notes = [
-        f"Times are predictions, from bytes / {link_gbps:g} GB/s each way ({link}). Kernels, launches and the slowdown "
-        "of what runs beside the copies are not counted.",
-        "Activations and the CUDA context are counted only as --other-gpu says.",
-    ]
-    if options.ranks_per_node > 1 and memory.host_state:
-        notes.append(
-            "GPUs of a node share its host memory: two H100s at once reached 35 GB/s each way each, one alone 47. "
-            "--link-gbps should be what one GPU reaches while all stream."
-        )
-    return notes
-
-
-def _gb(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.3f} GB"
-
-
-def _show_plan(report: dict[str, Any], training: Training) -> None:
-    console = Console()
-    table = Table(title=f"{report['param_numel'] / 1e9:.3f} billion parameters", title_justify="left")
-    table.add_column("")
-    table.add_column("bytes or time", justify="right")
-    table.add_column("fits")
-    words = {True: "yes", False: "no", None: "no limit given"}
-    ring = report["training"]["offload"]
-    fits, gpu, host = report["fits"], report["gpu_bytes"], report["host_bytes"]
-    names = {
-        "params": f"parameters, {training.param_dtype}",
-        "grads": f"gradients, {training.grad_dtype}",
-        "resident_state": "state that stays",
-        "ring": f"staging ring, {ring['depth']} x {ring['chunk_bytes'] / MIB:g} MiB at most",
-        "window": "window",
-        "other": "other",
-    }
-    for name, label in names.items():
-        table.add_row(f"GPU: {label}", _gb(gpu[name]))
-    table.add_row("GPU in all", _gb(gpu["total"]), words[fits["gpu"]], end_section=True)
-    table.add_row("host, one rank", _gb(host["rank"]))
-    table.add_row("host, one rank, during an asynchronous save", _gb(host["rank_in_save"]))
-    table.add_row(f"host, node of {training.ranks_per_node}", _gb(host["node"]), words[fits["host"]])
-    table.add_row(
-        f"host, node of {training.ranks_per_node}, during an asynchronous save",
-        _gb(host["node_in_save"]),
-        words[fits["host_in_save"]],
-        end_section=True,
-    )
-    predicted, largest = report["predicted"], report["largest_param_numel"]
-    table.add_row("step alone (prediction)", f"{predicted['alone_ms']:.0f} ms")
-    table.add_row(
-        "added to an iteration, at least (prediction)", f"{predicted['exposed_ms_at_least']:.0f} ms", end_section=True
-    )
-    if largest["training"] is not None:
-        table.add_row("largest model", f"{largest['training'] / 1e9:.2f} billion")
-        table.add_row("largest model with an asynchronous save", f"{largest['with_save'] / 1e9:.2f} billion")
-    console.print(table)
-    for note in report["notes"]:
-        console.print(note, highlight=False, markup=False, soft_wrap=True)
-
-
-# -- doctor ----------------------------------------------------------------------------------------------------------
-
-
-def _doctor(options: argparse.Namespace) -> int:
-    findings = examine(read_machine())
-    if options.json:
-        print(json.dumps([finding._asdict() for finding in findings], indent=2))
-        return exit_code(findings)
-    table = Table()
-    for column in ("", "what", "found", "what to do"):
-        table.add_column(column)
-    colours = {"ok": "green", "warning": "yellow", "problem": "red"}
-    for finding in findings:
-        level = f"[{colours[finding.level]}]{finding.level}[/]"
-        table.add_row(level, *(escape(text) for text in (finding.what, finding.found, finding.advice)))
-    Console().print(table)
-    return exit_code(findings)
 
 
 if __name__ == "__main__":

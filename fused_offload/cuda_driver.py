@@ -13,7 +13,7 @@ import torch
 
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process
 _DEVICEMAP = 2  # CU_MEMHOSTREGISTER_DEVICEMAP: kernels may read and write it
-_BUS_ID_BYTES = 32
+_TEXT_BYTES = 256
 _DEINITIALIZED = 4  # CUDA_ERROR_DEINITIALIZED: the process is going down
 
 
@@ -25,7 +25,10 @@ def _driver() -> Any:
     library.cuMemcpyHtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     library.cuMemcpyDtoHAsync_v2.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p]
     library.cuGetErrorString.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    library.cuInit.argtypes = [ctypes.c_uint]
+    library.cuDeviceGet.argtypes = [ctypes.POINTER(ctypes.c_int), ctypes.c_int]
     library.cuDeviceGetPCIBusId.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
+    library.cuDeviceGetName.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int]
     library.cuDriverGetVersion.argtypes = [ctypes.POINTER(ctypes.c_int)]
     return library
 
@@ -42,15 +45,25 @@ def _make_context_current() -> None:
 
 
 def pci_bus_id(index: int) -> str:
-    """PCI address of a device of this process, such as ``"0000:3B:00.0"``."""
-    torch.cuda.init()
-    text = ctypes.create_string_buffer(_BUS_ID_BYTES)
+    """PCI address of a device of this process, such as ``"0000:3B:00.0"``. Makes no context."""
+    return _device_text("cuDeviceGetPCIBusId", index)
+
+
+def device_name(index: int) -> str:
+    """What a device of this process is called, such as ``"NVIDIA H100 80GB HBM3"``. Makes no context."""
+    return _device_text("cuDeviceGetName", index)
+
+
+def _device_text(function: str, index: int) -> str:
+    text = ctypes.create_string_buffer(_TEXT_BYTES)
     device = ctypes.c_int()
-    result = _driver().cuDeviceGet(ctypes.byref(device), index)
+    result = _driver().cuInit(0)
     if result == 0:
-        result = _driver().cuDeviceGetPCIBusId(text, _BUS_ID_BYTES, device)
+        result = _driver().cuDeviceGet(ctypes.byref(device), index)
+    if result == 0:
+        result = getattr(_driver(), function)(text, _TEXT_BYTES, device)
     if result != 0:
-        raise RuntimeError(f"The CUDA driver does not say where device {index} is: {_message(result)}")
+        raise RuntimeError(f"The CUDA driver does not describe device {index}: {_message(result)}")
     return text.value.decode()
 
 

@@ -65,6 +65,19 @@ class Stepper:
 
     def observe(
         self,
+    def reconfigure(self, config: OffloadConfig) -> None:
+        """Streams by another configuration from the next step on; what is offloaded and page-locked stays so.
+
+        Args:
+            config: how state is streamed.
+        """
+        self.engine.wait()
+        self.engine.release()
+        self.engine.close()
+        self.engine, self.planner = Engine(config), Planner(config)
+        self._config = config
+        self._part_planners.clear()
+
         param_groups: Sequence[dict[str, Any]],
         modes: StepModes,
         given: Mapping[int, torch.Tensor] | None = None,

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from . import profiles
 from .config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, DEFAULT_PROGRAMS, OffloadConfig
+from .profiles import Choice
 
 
 class Streaming(NamedTuple):
@@ -27,14 +29,35 @@ def streaming_of(config: OffloadConfig, device: torch.device, state_bytes: int) 
     """How state of a device's parameters streams.
 
     Args:
-        config: what the caller asked for.
+        config: what the caller asked for; it wins over the profile.
         device: of the parameters.
         state_bytes: of the extent.
     """
     if config.transport == "zero_copy":
-        programs = config.zero_copy_programs
-        return Streaming(programs=DEFAULT_PROGRAMS if programs == "auto" else programs)
-    return Streaming(
-        DEFAULT_CHUNK_BYTES if config.chunk_bytes == "auto" else config.chunk_bytes,
-        DEFAULT_DEPTH if config.depth == "auto" else config.depth,
-    )
+        return Streaming(programs=_programs(config, device, state_bytes))
+    chunk_bytes, depth = config.chunk_bytes, config.depth
+    if chunk_bytes != "auto" and depth != "auto":
+        return Streaming(chunk_bytes, depth)
+    choice = _choice(device, state_bytes)
+    is_free = config.transport == "auto" and config.pin and (chunk_bytes, depth) == ("auto", "auto")
+    if is_free and choice is not None and choice.transport == "zero_copy":
+        return Streaming(programs=choice.programs)
+    if chunk_bytes == "auto":
+        chunk_bytes = DEFAULT_CHUNK_BYTES if choice is None else choice.chunk_bytes
+    if depth == "auto":
+        depth = DEFAULT_DEPTH if choice is None else choice.depth
+    return Streaming(chunk_bytes, depth)
+
+
+def _programs(config: OffloadConfig, device: torch.device, state_bytes: int) -> int:
+    if config.zero_copy_programs != "auto":
+        return config.zero_copy_programs
+    choice = _choice(device, state_bytes)
+    return DEFAULT_PROGRAMS if choice is None else choice.programs
+
+
+def _choice(device: torch.device, state_bytes: int) -> Choice | None:
+    if device.type != "cuda":
+        return None
+    profile = profiles.of_device(torch.cuda.current_device() if device.index is None else device.index).profile
+    return None if profile is None else profile.choice_for(state_bytes)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from fused_offload import cli, numa
+from fused_offload import cli, numa, profiles
 from fused_offload.pinned import PinnedSlab
-from fused_offload.tuning import doctor, machine
+from fused_offload.profiles import Found
+from fused_offload.tuning import doctor, doctor_command, machine
 from fused_offload.tuning.doctor import Finding, examine, exit_code
 from fused_offload.tuning.machine import Gpu, Link, Machine, read_machine
 
@@ -65,6 +66,7 @@ BAD = [
         "warning",
         "limited by the cgroup",
     ),
+    (with_gpu(profile="ignored: too old", profile_is_outdated=True), "GPU 0: profile", "warning", "too old"),
     (dataclasses.replace(GOOD, gpus=()), "GPU", "warning", "built for CUDA 13.0"),
     (dataclasses.replace(GOOD, gpus=(), cuda=None), "GPU", "warning", "without CUDA"),
     (dataclasses.replace(GOOD, versions={"torch": "2.11", "triton": None}), "triton", "problem", "not installed"),
@@ -98,6 +100,7 @@ def test_bad_machines(subject: Machine, what: str, level: str, words: str) -> No
 
 def test_what_is_as_good_as_it_gets() -> None:
     nodes = {0: 10**9, 1: 2 * 10**9}
+    assert found(with_gpu(profile="none yet"), "GPU 0: profile").level == "ok"
     near = dataclasses.replace(with_gpu(numa_node=1, numa_error="no"), numa_nodes=nodes, cpu_nodes=frozenset({1}))
     assert found(near, "GPU 0: NUMA node").level == "ok"
     preferred = dataclasses.replace(with_gpu(numa_node=1), numa_nodes=nodes)
@@ -224,6 +227,7 @@ def test_this_machine_is_read(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_every_gpu_is_read(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numa, "try_to_prefer", lambda node: None)
+    monkeypatch.setattr(profiles, "of_device", lambda index: Found(None, "none yet"))
     properties = SimpleNamespace(name="H100", total_memory=85 * 10**9, uuid="abc")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -233,7 +237,14 @@ def test_every_gpu_is_read(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None
     gpus = read_machine(sysfs, FakeNvml).gpus
     link = Link(generation=3, generation_max=5, width=8, width_max=16)
     expected = Gpu(
-        name="H100", memory_bytes=85 * 10**9, driver="580.1", link=link, numa_node=1, h2d_gbps=50.0, d2h_gbps=51.0
+        name="H100",
+        memory_bytes=85 * 10**9,
+        driver="580.1",
+        link=link,
+        numa_node=1,
+        h2d_gbps=50.0,
+        d2h_gbps=51.0,
+        profile="none yet",
     )
     assert gpus == (expected, expected)
     assert 2 * sum(asked) <= 1  # seconds, both directions of all GPUs
@@ -284,7 +295,7 @@ def test_the_link_is_measured() -> None:
 def test_exit_codes(
     subject: Machine, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(cli, "read_machine", lambda: subject)
+    monkeypatch.setattr(doctor_command, "read_machine", lambda: subject)
     assert cli.main(["doctor"]) == code
     table = capsys.readouterr().out
     assert "H100" in table

@@ -250,7 +250,7 @@ def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--params", "1e9", "--fraction", "2"], "Invalid fraction"),
         (["plan", "--params", "1e9", "--master", "remainder", "--param-dtype", "fp16"], "remainder needs bf16"),
         (["plan", "--config", "missing.json"], "cannot be read"),
-        (["tune"], "invalid choice"),
+        (["sweep"], "invalid choice"),
         ([], "required"),
     ],
 )
@@ -285,7 +285,9 @@ def test_configurations_that_cannot_be_counted(
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["doctor", "--help"], ["--version"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["plan", "--help"], ["tune", "--help"], ["doctor", "--help"], ["--version"]]
+)
 def test_help_and_version(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main(arguments)

@@ -9,16 +9,15 @@ import torch
 from fused_offload.arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS, MASTER_FORMS
 from fused_offload.config import OffloadConfig
 from fused_offload.kernels.forms import REMAINDER, Form
-from fused_offload.plan import align
-from fused_offload.planner import extent_streaming
+from fused_offload.plan import ALIGNMENT, align
+from fused_offload.profiles import Profile
 from fused_offload.staging import RingNeed
 from fused_offload.storage import Layout, extent_place, slot_bytes
+from fused_offload.streaming import streaming_of
 
-DEFAULT_LINK_GBPS = 47.0
-"""GB/s each way with both directions busy: measured on an H100 over PCIe 5 x16."""
+from .terms import DTYPES
 
-PARAM_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-MASTERS = ("fp32", "fp16", "remainder", "none")
+PARAM_DTYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class Training:
         data_parallel: ranks that share the optimizer's state.
         model_parallel: ranks that share the parameters (tensor times pipeline parallel size).
         shard_params: whether parameters and gradients are shared by the data-parallel ranks too (FSDP).
-        offload: fraction, chunks and window.
+        offload: fraction, chunks and window; ``"auto"`` is what it is on a machine without a profile.
         ranks_per_node: ranks whose state lies in one host's memory.
         other_gpu_bytes: what else the GPU has to hold: activations, CUDA context.
     """
@@ -165,7 +164,8 @@ def _extent_bytes(layout: Layout, numel: int) -> int:
 def _ring_bytes(layout: Layout, numel: int, offload: OffloadConfig) -> int:
     if not numel:
         return 0
-    chunk_bytes, depth, programs = extent_streaming(offload, layout, numel)
+    # As on a machine without a profile: what "auto" means on this one is for the caller to say.
+    chunk_bytes, depth, programs = streaming_of(offload, torch.device("cpu"), layout.state_bytes(numel))
     if programs is not None:
         return 0
     return depth * RingNeed(depth, slot_bytes(layout, numel, chunk_bytes)).aligned_slot_bytes
@@ -193,6 +193,22 @@ def step_time(memory: Memory, link_gbps: float) -> StepTime:
     """
     streamed = memory.host_state - memory.window
     return StepTime(memory.host_state / link_gbps / 1e6, streamed / link_gbps / 1e6)
+
+
+def profile_step_time(memory: Memory, training: Training, profile: Profile) -> StepTime:
+    """Predicts from steps that were measured on this machine, alone.
+
+    Args:
+        memory: what is moved.
+        training: how it is stored.
+        profile: of the machine.
+    """
+    bytes_per_param = training.layout().block_bytes / ALIGNMENT
+
+    def step_ms(nbytes: int) -> float:
+        return profile.step_ms(nbytes, round(nbytes / bytes_per_param))
+
+    return StepTime(step_ms(memory.host_state), step_ms(memory.host_state - memory.window))
 
 
 def largest_model(training: Training, *, gpu_bytes: int | None, node_bytes: int | None, saving: bool) -> int | None:

@@ -71,6 +71,7 @@ def _gpus(machine: Machine) -> list[Finding]:
         driver = f", driver {gpu.driver}" if gpu.driver else ""
         found = f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB, CUDA {machine.cuda}{driver}"
         findings += [Finding("ok", name, found), _link(name, gpu), _pinning(name, gpu), *_bandwidth(name, gpu)]
+        findings += _profile(name, gpu)
     return findings
 
 
@@ -131,6 +132,14 @@ def _bandwidth(name: str, gpu: Gpu) -> list[Finding]:
             advice = "Stop what else uses the link or host memory; run on the GPU's NUMA node (numactl)"
             findings.append(Finding("warning", what, found, advice))
     return findings
+
+
+def _profile(name: str, gpu: Gpu) -> list[Finding]:
+    if not gpu.profile:
+        return []
+    if gpu.profile_is_outdated:
+        return [Finding("warning", f"{name}: profile", gpu.profile, "fused-offload tune measures this machine again")]
+    return [Finding("ok", f"{name}: profile", gpu.profile)]
 
 
 def _numa(machine: Machine) -> list[Finding]:

@@ -16,7 +16,8 @@ from typing import Any
 import psutil
 import torch
 
-from fused_offload import numa
+from fused_offload import numa, profiles
+from fused_offload.config import MIB
 from fused_offload.hostmem import available_host_bytes
 from fused_offload.pinned import PinnedSlab
 
@@ -58,6 +59,8 @@ class Gpu:
         pin_error: why a small piece of host memory could not be page-locked, or None.
         h2d_gbps: measured from page-locked memory alone, or None.
         d2h_gbps: measured to page-locked memory alone, or None.
+        profile: what `fused-offload tune` left for it, in words.
+        profile_is_outdated: whether that is not used any more.
     """
 
     name: str
@@ -70,6 +73,8 @@ class Gpu:
     pin_error: str | None = None
     h2d_gbps: float | None = None
     d2h_gbps: float | None = None
+    profile: str = ""
+    profile_is_outdated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +195,7 @@ def _read_gpus(sysfs: Path, nvml: Callable[[], Any]) -> tuple[Gpu, ...]:
     for index in range(count):
         properties = torch.cuda.get_device_properties(index)
         pin_error, h2d, d2h = _measure(torch.device("cuda", index), _COPY_SECONDS / count)
+        found = profiles.of_device(index)
         facts = read_nvml(nvml, str(getattr(properties, "uuid", "")), sysfs)
         gpus.append(
             Gpu(
@@ -198,10 +204,27 @@ def _read_gpus(sysfs: Path, nvml: Callable[[], Any]) -> tuple[Gpu, ...]:
                 pin_error=pin_error,
                 h2d_gbps=h2d,
                 d2h_gbps=d2h,
+                profile=_in_words(found),
+                profile_is_outdated=found.is_outdated,
                 **facts,
             )
         )
     return tuple(gpus)
+
+
+def _in_words(found: profiles.Found) -> str:
+    if found.profile is None:
+        return found.reason
+    choices = [
+        f"{choice.state_bytes / 1e9:.1f} GB of state "
+        + (
+            f"zero-copy, {choice.programs} programs"
+            if choice.transport == "zero_copy"
+            else f"{choice.chunk_bytes / MIB:g} MiB x {choice.depth}"
+        )
+        for choice in found.profile.choices
+    ]
+    return f"{', '.join(choices)}; {found.reason}"
 
 
 def _measure(device: torch.device, seconds: float) -> tuple[str | None, float | None, float | None]:

@@ -76,6 +76,9 @@ class Decoder:
         return (inputs + 1) * self.hidden * ffn + bias
 
 
+MEGATRON_SIZES = ("layers", "hidden", "ffn", "heads", "vocab")
+"""Sizes that describe a `Decoder` on the command line; the others have defaults."""
+
 LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Values of ``model_type`` that are counted as a `Decoder`."""
 

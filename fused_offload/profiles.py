@@ -1,0 +1,321 @@
+"""Profiles: what ``fused-offload tune`` found on this user's machines, one file for each kind of machine."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import cuda_driver, numa
+
+FOLDER_VARIABLE = "FUSED_OFFLOAD_PROFILES"
+"""Environment variable that names the folder of profiles; an empty folder means none."""
+
+_FORMAT = 1
+_PACKAGES = ("fused-offload", "torch", "triton")
+_logger = logging.getLogger("fused_offload")
+
+
+@dataclass(frozen=True)
+class MachineKey:
+    """What a profile holds for. Machines of one kind share a profile, also over a home folder that they share.
+
+    Attributes:
+        gpu: as the driver calls it.
+        link: speed and width of its PCIe link, or ``"unknown"`` where the kernel does not say.
+        host: CPU model, number of CPUs and NUMA nodes.
+        versions: of what decides how fast a step is.
+    """
+
+    gpu: str
+    link: str
+    host: str
+    versions: Mapping[str, str]
+
+    @property
+    def file_name(self) -> str:
+        """Name of the profile's file; versions are not in it, so that an outdated profile is found and replaced."""
+        digest = hashlib.sha256("\n".join((self.gpu, self.link, self.host)).encode()).hexdigest()
+        return f"{re.sub('[^A-Za-z0-9]+', '-', self.gpu).strip('-')}-{digest[:12]}.json"
+
+
+class Choice(NamedTuple):
+    """What was fastest for state of one size.
+
+    Attributes:
+        state_bytes: of the extent that was stepped.
+        transport: ``"copy"`` or ``"zero_copy"``.
+        chunk_bytes: best chunk size of copies.
+        depth: best depth of copies.
+        programs: best number of zero-copy programs.
+        ms: a step of the chosen transport.
+        why: in words.
+    """
+
+    state_bytes: int
+    transport: str
+    chunk_bytes: int
+    depth: int
+    programs: int
+    ms: float
+    why: str
+
+
+class Timing(NamedTuple):
+    """A step by the choice.
+
+    Attributes:
+        param_numel: elements that were stepped.
+        state_bytes: of their state, each way.
+        ms: from an idle GPU until the state is back in host memory.
+    """
+
+    param_numel: int
+    state_bytes: int
+    ms: float
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was found on one kind of machine.
+
+    Attributes:
+        key: the machine.
+        measured: when, ISO 8601.
+        choices: by ascending size of the state.
+        timings: steps with the most bytes for each parameter at two sizes, ascending, then one with the fewest.
+    """
+
+    key: MachineKey
+    measured: str
+    choices: tuple[Choice, ...]
+    timings: tuple[Timing, ...]
+
+    def choice_for(self, state_bytes: int) -> Choice:
+        """The choice of the measured size that is nearest, by ratio."""
+        return min(self.choices, key=lambda choice: abs(math.log(max(1, state_bytes) / choice.state_bytes)))
+
+    def step_ms(self, state_bytes: int, param_numel: int) -> float:
+        """Predicts a step: a constant, and time for each byte that depends on the bytes of a parameter.
+
+        Args:
+            state_bytes: that move, each way.
+            param_numel: elements that they are of.
+        """
+        if not state_bytes or not param_numel:
+            return 0.0
+        small, large, narrow = self.timings
+        per_byte = (large.ms - small.ms) / max(1, large.state_bytes - small.state_bytes)
+        constant = max(0.0, small.ms - per_byte * small.state_bytes)
+        wide_rate = (large.ms - constant) / large.state_bytes
+        narrow_rate = (narrow.ms - constant) / narrow.state_bytes
+        wide, least = large.state_bytes / large.param_numel, narrow.state_bytes / narrow.param_numel
+        share = min(1.0, max(0.0, (state_bytes / param_numel - least) / (wide - least)))
+        return constant + state_bytes * (narrow_rate + share * (wide_rate - narrow_rate))
+
+
+class Found(NamedTuple):
+    """What there is for a machine.
+
+    Attributes:
+        profile: its profile, or None.
+        reason: why there is none, or what it is.
+        is_outdated: whether there was one that is not used any more.
+    """
+
+    profile: Profile | None
+    reason: str
+    is_outdated: bool = False
+
+
+def folder() -> Path:
+    """Where this user's profiles are.
+
+    Raises:
+        ImportError: if platformdirs is missing and no folder is named.
+    """
+    chosen = os.environ.get(FOLDER_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    import platformdirs  # only here, so that an installation without dependencies can train
+
+    return platformdirs.user_data_path("fused-offload") / "profiles"
+
+
+def read_key(index: int, sysfs: Path = numa.SYSFS) -> MachineKey:
+    """The key of a GPU of this process. Makes no CUDA context.
+
+    Args:
+        index: of the device.
+        sysfs: where the kernel shows its devices.
+
+    Raises:
+        RuntimeError: if there is no such device, or no driver.
+    """
+    return MachineKey(
+        gpu=cuda_driver.device_name(index),
+        link=_read_link(cuda_driver.pci_bus_id(index), sysfs),
+        host=f"{_cpu_name()}, {os.cpu_count()} CPUs, {max(1, len(numa.node_folders(sysfs)))} NUMA nodes",
+        versions={**{name: _version(name) for name in _PACKAGES}, "CUDA driver": cuda_driver.driver_version()},
+    )
+
+
+def _read_link(bus: str, sysfs: Path) -> str:
+    pci = numa.pci_folder(bus, sysfs)
+    try:
+        speed, width = (pci / "max_link_speed").read_text().strip(), (pci / "current_link_width").read_text().strip()
+    except OSError:
+        return "unknown"
+    return f"{speed} x{width}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
+
+
+def save(profile: Profile, where: Path | None = None) -> Path:
+    """Writes a profile over the one of the same kind of machine.
+
+    Args:
+        profile: the profile.
+        where: folder; this user's if None.
+
+    Returns:
+        The file.
+    """
+    path = (where or folder()) / profile.key.file_name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    record = {"format": _FORMAT, **as_json(profile)}
+    # Processes of a job may read while this one writes.
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.write(json.dumps(record, indent=2) + "\n")
+    os.replace(file.name, path)
+    return path
+
+
+def load(path: Path) -> Profile:
+    """Reads a profile.
+
+    Raises:
+        ValueError: if it is none, or damaged.
+    """
+    try:
+        record = json.loads(path.read_text())
+        if record["format"] != _FORMAT:
+            raise ValueError(f"format {record['format']!r} is not {_FORMAT}")
+        profile = Profile(
+            MachineKey(**record["key"]),
+            str(record["measured"]),
+            tuple(Choice(**choice) for choice in record["choices"]),
+            tuple(Timing(**timing) for timing in record["timings"]),
+        )
+        _check(profile)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no profile of this release: {error}") from error
+    return profile
+
+
+def _check(profile: Profile) -> None:
+    if not profile.choices or len(profile.timings) != 3:
+        raise ValueError("it lacks choices or timings")
+    for choice in profile.choices:
+        counts = (choice.state_bytes, choice.chunk_bytes, choice.depth, choice.programs)
+        if any(type(count) is not int or count < 1 for count in counts):
+            raise ValueError("a choice is not made of whole numbers of at least 1")
+        if choice.transport not in ("copy", "zero_copy"):
+            raise ValueError(f"transport {choice.transport!r} is unknown")
+    for timing in profile.timings:
+        if not all(isinstance(value, (int, float)) and value > 0 for value in timing):
+            raise ValueError("a timing is not made of numbers above 0")
+
+
+def find(key: MachineKey, where: Path | None = None) -> Found:
+    """The profile of a machine, or why there is none.
+
+    Args:
+        key: the machine.
+        where: folder; this user's if None.
+    """
+    where = where or folder()
+    path = where / key.file_name
+    if not path.exists():
+        others = sorted(where.glob("*.json")) if where.is_dir() else []
+        if not others:
+            return Found(None, "none yet: fused-offload tune makes one")
+        return Found(None, f"none of this machine; {_differences(key, others)}")
+    try:
+        profile = load(path)
+    except ValueError as error:
+        return Found(None, f"ignored: {error}", is_outdated=True)
+    if profile.key != key:
+        made_with, now = profile.key.versions, key.versions
+        changed = [
+            f"{name} {made_with.get(name, 'none')}, now {now.get(name, 'none')}"
+            for name in sorted({*made_with, *now})
+            if made_with.get(name) != now.get(name)
+        ]
+        return Found(None, f"ignored: made with {'; '.join(changed)}", is_outdated=True)
+    return Found(profile, f"of {profile.measured}, {path}")
+
+
+def _differences(key: MachineKey, others: Iterable[Path]) -> str:
+    """What keeps the most similar profile from being this machine's."""
+    best: list[str] | None = None
+    for path in others:
+        try:
+            other = load(path).key
+        except ValueError:
+            continue
+        different = [
+            f"{name} {getattr(other, name)}, here {getattr(key, name)}"
+            for name in ("gpu", "link", "host")
+            if getattr(other, name) != getattr(key, name)
+        ]
+        if best is None or len(different) < len(best):
+            best = different
+    return "what there is cannot be read" if best is None else f"there is one of {'; '.join(best)}"
+
+
+@functools.cache
+def of_device(index: int) -> Found:
+    """The profile that steps on a device go by; read once a process, and told to the log."""
+    try:
+        found = find(read_key(index))
+    except (OSError, RuntimeError, ImportError) as error:
+        found = Found(None, f"none: {error}")
+    level = logging.WARNING if found.is_outdated else logging.INFO
+    advice = " (fused-offload tune makes a new one)" if found.is_outdated else ""
+    _logger.log(level, "Profile for cuda:%d: %s%s", index, found.reason, advice)
+    return found
+
+
+def as_json(profile: Profile) -> dict[str, Any]:
+    """A profile as `json.dumps` takes it."""
+    return {
+        "key": asdict(profile.key),
+        "measured": profile.measured,
+        "choices": [choice._asdict() for choice in profile.choices],
+        "timings": [timing._asdict() for timing in profile.timings],
+    }

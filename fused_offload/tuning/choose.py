@@ -1,0 +1,131 @@
+"""Which ways to stream are tried, which are looked at again, and which is chosen. Pure Python."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+from statistics import median
+from typing import NamedTuple
+
+from fused_offload.config import MIB
+from fused_offload.profiles import Choice
+from fused_offload.streaming import Streaming
+
+DEFAULTS = Streaming()
+CHUNK_MIB = (4, 8, 16, 24, 32, 48, 64)
+DEPTHS = (2, 3, 4)
+PROGRAMS = (16, 32, 64, 128)
+
+_AS_GOOD = 0.01
+"""What is so little slower than the fastest counts as equal; then what takes less of the GPU wins."""
+
+_ZERO_COPY_GAIN = 0.03
+"""Zero-copy has to save so much of the time: its kernel takes multiprocessors from whatever runs beside."""
+
+_WORTH_ANOTHER_LOOK = 0.05
+_MOST_LOOKED_AT = 6
+
+
+class Timed(NamedTuple):
+    """A way to stream, and what steps by it took.
+
+    Attributes:
+        streaming: the way.
+        samples_ms: each step, from an idle GPU until the state is back in host memory.
+    """
+
+    streaming: Streaming
+    samples_ms: tuple[float, ...]
+
+    @property
+    def ms(self) -> float:
+        """Median."""
+        return median(self.samples_ms)
+
+    @property
+    def label(self) -> str:
+        """In words."""
+        return label(self.streaming)
+
+
+def label(streaming: Streaming) -> str:
+    """A way to stream in words."""
+    if streaming.programs is not None:
+        return f"zero-copy, {streaming.programs} programs"
+    return f"{streaming.chunk_bytes / MIB:g} MiB x {streaming.depth}"
+
+
+def candidates(state_bytes: int) -> list[Streaming]:
+    """What is tried: copies whose chunks are no larger than the state, and zero-copy kernels.
+
+    Args:
+        state_bytes: of the extent.
+    """
+    sizes = [mib * MIB for mib in CHUNK_MIB if mib * MIB <= state_bytes] or [CHUNK_MIB[0] * MIB]
+    ways = [Streaming(chunk_bytes, depth) for chunk_bytes, depth in product(sizes, DEPTHS)]
+    if DEFAULTS not in ways:
+        ways.append(DEFAULTS)
+    return ways + [Streaming(programs=programs) for programs in PROGRAMS]
+
+
+def worth_another_look(timed: Sequence[Timed]) -> list[Streaming]:
+    """What may be the fastest of its transport after all, fastest first, and the defaults, which it has to beat.
+
+    Args:
+        timed: everything that was tried.
+    """
+    chosen = []
+    for group in (_copies(timed), _zero_copies(timed)):
+        best = min(one.ms for one in group)
+        close = sorted((one for one in group if one.ms <= best * (1 + _WORTH_ANOTHER_LOOK)), key=lambda one: one.ms)
+        chosen += [one.streaming for one in close[:_MOST_LOOKED_AT]]
+    return list(dict.fromkeys([*chosen, DEFAULTS]))
+
+
+def choose(timed: Sequence[Timed], state_bytes: int) -> Choice:
+    """The fastest, or what is as good and takes less of the GPU.
+
+    Args:
+        timed: copies and zero-copy kernels, of both at least one.
+        state_bytes: of the extent that was stepped.
+    """
+    copy = _least(_copies(timed), lambda way: way.depth * way.chunk_bytes)
+    zero_copy = _least(_zero_copies(timed), lambda way: way.programs or 0)
+    is_zero_copy = zero_copy.ms < copy.ms * (1 - _ZERO_COPY_GAIN)
+    winner = zero_copy if is_zero_copy else copy
+    return Choice(
+        state_bytes=state_bytes,
+        transport="zero_copy" if is_zero_copy else "copy",
+        chunk_bytes=copy.streaming.chunk_bytes,
+        depth=copy.streaming.depth,
+        programs=zero_copy.streaming.programs or 1,
+        ms=winner.ms,
+        why=_why(timed, winner, copy, zero_copy),
+    )
+
+
+def _copies(timed: Sequence[Timed]) -> list[Timed]:
+    return [one for one in timed if one.streaming.programs is None]
+
+
+def _zero_copies(timed: Sequence[Timed]) -> list[Timed]:
+    return [one for one in timed if one.streaming.programs is not None]
+
+
+def _least(timed: Sequence[Timed], cost: Callable[[Streaming], int]) -> Timed:
+    best = min(one.ms for one in timed)
+    as_good = [one for one in timed if one.ms <= best * (1 + _AS_GOOD)]
+    return min(as_good, key=lambda one: (cost(one.streaming), one.ms))
+
+
+def _why(timed: Sequence[Timed], winner: Timed, copy: Timed, zero_copy: Timed) -> str:
+    fastest = min(timed, key=lambda one: one.ms)
+    words = [f"{winner.label} takes {winner.ms:.2f} ms"]
+    if fastest is not winner:
+        words.append(f"{fastest.label} is {1 - fastest.ms / winner.ms:.1%} faster and takes more of the GPU")
+    defaults = next((one for one in timed if one.streaming == DEFAULTS), None)
+    if defaults is not None and defaults is not winner:
+        words.append(f"the defaults ({defaults.label}) take {defaults.ms / winner.ms:.3f} times as long")
+    other = copy if winner is zero_copy else zero_copy
+    words.append(f"the best of the other transport ({other.label}) {other.ms / winner.ms:.3f} times")
+    return "; ".join(words)

@@ -1,0 +1,349 @@
+"""Measures a GPU, its link, and optimizer steps over the ways to stream their state. Needs a CUDA GPU."""
+
+from __future__ import annotations
+
+import datetime
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from fused_offload import FusedOffloadAdam, OffloadConfig, cuda_driver, numa
+from fused_offload.config import MIB
+from fused_offload.hostmem import available_host_bytes
+from fused_offload.pinned import PinnedSlab
+from fused_offload.pipeline import DeviceQueues
+from fused_offload.profiles import Choice, MachineKey, Profile, Timing
+from fused_offload.streaming import Streaming
+
+from .choose import DEFAULTS, Timed, candidates, choose, worth_another_look
+
+COPY_MIB = (1, 4, 16, 48)
+ROUNDS = 3
+MORE_ROUNDS = 5
+_LINK_BYTES = 192 * MIB  # each way, of one measurement
+_SMALL_NUMEL = 20_000_000
+_STEP_SECONDS = 0.06  # of the large state, roughly: long enough to be measured, short enough to try everything
+_MOST_BYTES = 3_000_000_000
+_SHARE_OF_MEMORY = 0.25  # that tuning takes of what is free, on host and GPU
+_TENSORS = 16
+
+WIDE: dict[str, Any] = {"master_weights": True}
+"""float32 master and moments, 12 bytes a parameter: the most that there is."""
+
+NARROW: dict[str, Any] = {
+    "master_weights": True,
+    "store_param_remainders": True,
+    "exp_avg_dtype": torch.bfloat16,
+    "exp_avg_sq_dtype": torch.bfloat16,
+}
+"""Remainder and bfloat16 moments, 6 bytes a parameter."""
+
+_WIDE_BYTES = 12
+
+Report = Callable[[str, int, int], None]
+"""Called with what is being measured, how many measurements of it are done, and how many there are."""
+
+
+class LinkRate(NamedTuple):
+    """What copies of one size reach, in GB/s.
+
+    Attributes:
+        copy_mib: size of a copy, MiB.
+        h2d_gbps: to the GPU alone.
+        d2h_gbps: from the GPU alone.
+        duplex_gbps: each way, both at once.
+    """
+
+    copy_mib: int
+    h2d_gbps: float
+    d2h_gbps: float
+    duplex_gbps: float
+
+
+class Swept(NamedTuple):
+    """Steps of one size.
+
+    Attributes:
+        param_numel: elements that are stepped.
+        state_bytes: of their state.
+        timed: every way that was tried.
+        choice: the one that is chosen.
+    """
+
+    param_numel: int
+    state_bytes: int
+    timed: tuple[Timed, ...]
+    choice: Choice
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """All that was measured.
+
+    Attributes:
+        profile: what is kept.
+        link: rates by size of a copy.
+        kernel_ms: a step of the largest state with all of it on the GPU, or None where it did not fit.
+        swept: steps, by ascending size.
+        seconds: how long it took.
+    """
+
+    profile: Profile
+    link: tuple[LinkRate, ...]
+    kernel_ms: float | None
+    swept: tuple[Swept, ...]
+    seconds: float
+
+
+def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) -> Tuning:
+    """Measures everything and chooses.
+
+    Args:
+        key: of the machine.
+        device: the GPU.
+        seconds: after about so long nothing is measured again.
+        report: told about the progress.
+
+    Raises:
+        RuntimeError: if there is too little memory on the GPU or the host.
+    """
+    start = time.perf_counter()
+    with torch.cuda.device(device):
+        link = measure_link(device, report)
+        numels = sizes(max(rate.duplex_gbps for rate in link), *_free_bytes(device))
+        swept: list[Swept] = []
+        timings: list[Timing] = []
+        for numel in numels:
+            # The rest of the time is shared by the sizes that are left; a small state takes less than its share.
+            left = seconds - (time.perf_counter() - start)
+            deadline = time.perf_counter() + left / (len(numels) - len(swept))
+            with rig(numel, WIDE, device) as steps:
+                swept.append(sweep(steps, deadline, report))
+            timings.append(Timing(swept[-1].param_numel, swept[-1].state_bytes, swept[-1].choice.ms))
+        timings.append(_time_narrow(numels[-1], swept[-1].choice, device, report))
+        kernel_ms = _time_resident(numels[-1], device, report)
+    profile = Profile(
+        key,
+        datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
+        tuple(one.choice for one in swept),
+        tuple(timings),
+    )
+    return Tuning(profile, tuple(link), kernel_ms, tuple(swept), time.perf_counter() - start)
+
+
+def sizes(duplex_gbps: float, host_bytes: int, gpu_bytes: int) -> tuple[int, int]:
+    """Elements of a small and a large state.
+
+    Args:
+        duplex_gbps: of the link, each way.
+        host_bytes: that may be taken.
+        gpu_bytes: that may be taken; parameters and gradients take 4 bytes an element.
+
+    Raises:
+        RuntimeError: if that is too little.
+    """
+    wanted = min(_MOST_BYTES, int(duplex_gbps * 1e9 * _STEP_SECONDS)) // _WIDE_BYTES
+    possible = int(min(host_bytes / _WIDE_BYTES, gpu_bytes / 4) * _SHARE_OF_MEMORY)
+    large = min(max(wanted, 4 * _SMALL_NUMEL), possible)
+    small = min(_SMALL_NUMEL, large // 4)
+    if small < _SMALL_NUMEL // 10:
+        raise RuntimeError(
+            f"Too little memory to measure: {host_bytes / 1e9:.1f} GB may be taken on the host and "
+            f"{gpu_bytes / 1e9:.1f} GB on the GPU. Stop what else uses them."
+        )
+    return small, large
+
+
+def _free_bytes(device: torch.device) -> tuple[int, int]:
+    return available_host_bytes()[0], torch.cuda.mem_get_info(device)[0]
+
+
+# -- the link --------------------------------------------------------------------------------------------------------
+
+
+def measure_link(device: torch.device, report: Report) -> list[LinkRate]:
+    """Rates of copies between page-locked memory and the GPU, by their size.
+
+    Args:
+        device: the GPU.
+        report: told about the progress.
+    """
+    queues = DeviceQueues.of(device)
+    nbytes = max(COPY_MIB) * MIB
+    slab = PinnedSlab(2 * nbytes, pin=True, numa_node=numa.preferred_node(device))
+    try:
+        memory = torch.empty(2 * nbytes, dtype=torch.uint8, device=device)
+        host, gpu = slab.bytes.data_ptr(), memory.data_ptr()
+
+        def copy(size: int, *, down: bool, up: bool) -> None:
+            for _ in range(_LINK_BYTES // size):
+                if down:
+                    cuda_driver.copy_to_device_async(gpu, host, size, queues.h2d.cuda_stream)
+                if up:
+                    cuda_driver.copy_to_host_async(host + nbytes, gpu + nbytes, size, queues.d2h.cuda_stream)
+
+        rates = []
+        for done, mib in enumerate(COPY_MIB):
+            report("link", done, len(COPY_MIB))
+            directions = [(True, False), (False, True), (True, True)]
+            times = [_wall_ms(lambda: copy(mib * MIB, down=down, up=up)) for down, up in directions]  # noqa: B023
+            moved = _LINK_BYTES // (mib * MIB) * mib * MIB
+            rates.append(LinkRate(mib, *(moved / ms / 1e6 for ms in times)))
+        report("link", len(COPY_MIB), len(COPY_MIB))
+        return rates
+    finally:
+        slab.close()
+
+
+def _wall_ms(run: Callable[[], Any]) -> float:
+    """Median time of work that is waited for, after one run to warm up."""
+    run()
+    samples = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - start) * 1e3)
+    return median(samples)
+
+
+# -- steps -----------------------------------------------------------------------------------------------------------
+
+
+class Rig:
+    """An optimizer whose steps are timed by any way to stream, on the same page-locked memory.
+
+    Attributes:
+        param_numel: elements that it steps.
+    """
+
+    def __init__(self, numel: int, forms: dict[str, Any], offload: OffloadConfig, device: torch.device) -> None:
+        """Takes the memory of parameters, gradients and state.
+
+        Args:
+            numel: bfloat16 parameters.
+            forms: keyword arguments of the optimizer.
+            offload: what is offloaded.
+            device: the GPU.
+        """
+        self.param_numel = numel // _TENSORS * _TENSORS
+        params = [
+            torch.nn.Parameter(torch.full((numel // _TENSORS,), 0.02, dtype=torch.bfloat16, device=device))
+            for _ in range(_TENSORS)
+        ]
+        # Zeros would be kinder to a GPU's power than any gradient is.
+        values = torch.randn(numel // _TENSORS, device=device).bfloat16()
+        for param in params:
+            param.grad = values.clone()
+        self.optimizer = FusedOffloadAdam(params, lr=1e-4, weight_decay=0.1, offload=offload, **forms)
+        self.step_ms()
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the state in host memory."""
+        return sum(self.optimizer.memory_report().host_bytes.values())
+
+    def step_ms(self) -> float:
+        """One step, from an idle GPU until the state is back in host memory."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.synchronize()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+    def time(self, streaming: Streaming, steps: int = 2) -> list[float]:
+        """Steps by one way to stream, after one that takes its ring and compiles its kernels.
+
+        Args:
+            streaming: the way.
+            steps: how many.
+        """
+        self.optimizer._stepper.reconfigure(config_of(streaming))
+        self.step_ms()
+        return [self.step_ms() for _ in range(steps)]
+
+
+def config_of(streaming: Streaming) -> OffloadConfig:
+    """The configuration that streams in one way and no other."""
+    if streaming.programs is not None:
+        return OffloadConfig(transport="zero_copy", zero_copy_programs=streaming.programs)
+    return OffloadConfig(transport="copy", chunk_bytes=streaming.chunk_bytes, depth=streaming.depth)
+
+
+@contextmanager
+def rig(numel: int, forms: dict[str, Any], device: torch.device) -> Iterator[Rig]:
+    """A `Rig` with all state offloaded, which gives its memory back."""
+    made = Rig(numel, forms, config_of(DEFAULTS), device)
+    try:
+        yield made
+    finally:
+        made.optimizer.close()
+
+
+def sweep(steps: Any, deadline: float, report: Report) -> Swept:
+    """Times every way in turn, several times over, then again what may be the fastest.
+
+    One way after the other in each round: a link's speed drifts, and then it drifts for all of them.
+
+    Args:
+        steps: a `Rig`.
+        deadline: when to stop, as `time.perf_counter` counts; every way is timed at least once.
+        report: told about the progress.
+    """
+    state_bytes = steps.state_bytes
+    phase = f"steps of {state_bytes / 1e9:.2f} GB"
+    ways = candidates(state_bytes)
+    samples: dict[Streaming, list[float]] = {way: [] for way in ways}
+    order = random.Random(0)
+    total = ROUNDS * len(ways) + MORE_ROUNDS * len(ways) // 2
+    done = 0
+
+    def go_round(some: Sequence[Streaming], *, must: bool) -> None:
+        nonlocal done
+        for way in order.sample(list(some), len(some)):
+            if must or time.perf_counter() < deadline:
+                samples[way] += steps.time(way)
+                done = min(done + 1, total)
+                report(phase, done, total)
+
+    for index in range(ROUNDS):
+        go_round(ways, must=index == 0)
+    for _ in range(MORE_ROUNDS):
+        go_round(worth_another_look(_timed(samples)), must=False)
+    report(phase, total, total)
+    timed = _timed(samples)
+    return Swept(steps.param_numel, state_bytes, timed, choose(timed, state_bytes))
+
+
+def _timed(samples: dict[Streaming, list[float]]) -> tuple[Timed, ...]:
+    return tuple(Timed(way, tuple(times)) for way, times in samples.items())
+
+
+def _time_narrow(numel: int, choice: Choice, device: torch.device, report: Report) -> Timing:
+    report("steps of 6 bytes a parameter", 0, 1)
+    with rig(numel, NARROW, device) as steps:
+        programs = choice.programs if choice.transport == "zero_copy" else None
+        ms = median(steps.time(Streaming(choice.chunk_bytes, choice.depth, programs), steps=2 * ROUNDS))
+        timing = Timing(steps.param_numel, steps.state_bytes, ms)
+    report("steps of 6 bytes a parameter", 1, 1)
+    return timing
+
+
+def _time_resident(numel: int, device: torch.device, report: Report) -> float | None:
+    report("kernel", 0, 1)
+    ms = None
+    if numel * (_WIDE_BYTES + 4) < _SHARE_OF_MEMORY * torch.cuda.mem_get_info(device)[0]:
+        steps = Rig(numel, WIDE, OffloadConfig(fraction=0.0), device)
+        steps.step_ms()
+        ms = median(steps.step_ms() for _ in range(2 * ROUNDS))
+        steps.optimizer.close()
+    report("kernel", 1, 1)
+    return ms

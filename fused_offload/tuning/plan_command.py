@@ -1,0 +1,215 @@
+"""`fused-offload plan`: what a model will take, as a table or as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from fused_offload import profiles
+from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, MIB, OffloadConfig
+from fused_offload.profiles import Choice, Found, Profile
+
+from .budget import Memory, StepTime, Training, largest_model, memory_of, profile_step_time, step_time
+from .sizes import MEGATRON_SIZES, Decoder, count_config
+from .terms import DEFAULT_LINK_GBPS
+
+
+def _param_numel(options: argparse.Namespace) -> int:
+    sizes = [name for name in (*MEGATRON_SIZES, "kv_heads", "head_dim", "experts") if getattr(options, name)]
+    ways = [options.params is not None, options.config is not None, bool(sizes)]
+    if sum(ways) != 1:
+        raise ValueError("give the model by one of --params, --config, or --layers, --hidden, --ffn, --heads, --vocab")
+    if options.params is not None:
+        return max(1, int(options.params))
+    if options.config is not None:
+        return count_config(options.config)
+    missing = [f"--{name}" for name in MEGATRON_SIZES if name not in sizes]
+    if missing:
+        raise ValueError(f"Megatron's sizes lack {', '.join(missing)}")
+    return Decoder(
+        layers=options.layers,
+        hidden=options.hidden,
+        ffn=options.ffn,
+        heads=options.heads,
+        kv_heads=options.kv_heads or options.heads,
+        head_dim=options.head_dim or options.hidden // options.heads,
+        vocab=options.vocab,
+        tied=options.tied,
+        gated=not options.no_gated,
+        experts=options.experts or 0,
+    ).param_numel()
+
+
+def _training(options: argparse.Namespace, choice: Choice | None = None) -> Training:
+    """What the options say; what they leave open is as a profile chose, or the defaults."""
+    chunk_bytes, depth = options.chunk_bytes, options.depth
+    if choice is not None and choice.transport == "zero_copy" and chunk_bytes is None and depth is None:
+        how: dict[str, Any] = {"transport": "zero_copy", "zero_copy_programs": choice.programs}
+    else:
+        default = (DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH) if choice is None else (choice.chunk_bytes, choice.depth)
+        how = {"transport": "copy", "chunk_bytes": chunk_bytes or default[0], "depth": depth or default[1]}
+    return Training(
+        param_dtype=options.param_dtype,
+        grad_dtype=options.grad_dtype,
+        master=options.master or ("none" if options.param_dtype == "fp32" else "fp32"),
+        exp_avg=options.moments,
+        exp_avg_sq=options.moments,
+        data_parallel=options.data_parallel,
+        model_parallel=options.model_parallel,
+        shard_params=options.shard_params,
+        offload=OffloadConfig(fraction=options.fraction, window_bytes=options.window_bytes, **how),
+        ranks_per_node=options.ranks_per_node,
+        other_gpu_bytes=int(options.other_gpu * 1e9),
+    )
+
+
+class _Prediction(NamedTuple):
+    time: StepTime
+    link_gbps: float
+    source: str
+    how: str
+
+
+def _predict(options: argparse.Namespace, training: Training, memory: Memory, profile: Profile | None) -> _Prediction:
+    if profile is not None:
+        time = profile_step_time(memory, training, profile)
+        rate = memory.host_state / time.alone_ms / 1e6 if memory.host_state else DEFAULT_LINK_GBPS
+        return _Prediction(
+            time, rate, "profile", f"from steps that fused-offload tune measured on this machine, {profile.measured}"
+        )
+    link_gbps = options.link_gbps or DEFAULT_LINK_GBPS
+    link, source = "given by --link-gbps", "link_gbps"
+    if options.link_gbps is None:
+        link = "an assumption: what an H100 over PCIe 5 x16 reaches; give your own with --link-gbps"
+        source = "assumption"
+    how = (
+        f"from bytes / {link_gbps:g} GB/s each way ({link}). Kernels, launches and the slowdown of what runs beside "
+        "the copies are not counted"
+    )
+    return _Prediction(step_time(memory, link_gbps), link_gbps, source, how)
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code."""
+    numel, training = _param_numel(options), _training(options)
+    memory = memory_of(numel, training)
+    found = profiles.of_device(0) if options.link_gbps is None else None
+    profile = None if found is None else found.profile
+    if profile is not None:
+        training = _training(options, profile.choice_for(memory.host_state))
+        memory = memory_of(numel, training)
+    prediction = _predict(options, training, memory, profile)
+    time = prediction.time
+    gpu_bytes = None if options.gpu_memory is None else int(options.gpu_memory * 1e9)
+    node_bytes = None if options.host_memory is None else int(options.host_memory * 1e9)
+    limits = {"gpu_bytes": gpu_bytes, "node_bytes": node_bytes}
+    report = {
+        "param_numel": numel,
+        "training": dataclasses.asdict(training),
+        "gpu_bytes": {
+            **{
+                name: getattr(memory, name) for name in ("params", "grads", "resident_state", "ring", "window", "other")
+            },
+            "total": memory.gpu,
+        },
+        "host_bytes": {
+            "rank": memory.host_state,
+            "rank_in_save": memory.host_in_save,
+            "node": memory.node,
+            "node_in_save": memory.node_in_save,
+        },
+        "fits": {
+            "gpu": None if gpu_bytes is None else memory.gpu <= gpu_bytes,
+            "host": None if node_bytes is None else memory.node <= node_bytes,
+            "host_in_save": None if node_bytes is None else memory.node_in_save <= node_bytes,
+        },
+        "largest_param_numel": {
+            "training": largest_model(training, saving=False, **limits),
+            "with_save": largest_model(training, saving=True, **limits),
+        },
+        "predicted": {
+            "alone_ms": time.alone_ms,
+            "exposed_ms_at_least": time.exposed_ms,
+            "link_gbps": prediction.link_gbps,
+            "link_assumed": prediction.source == "assumption",
+            "source": prediction.source,
+        },
+        "notes": _notes(options, memory, prediction, found),
+    }
+    if options.json:
+        print(json.dumps(report, indent=2))
+    else:
+        _show_plan(report, training)
+    return 0
+
+
+def _notes(options: argparse.Namespace, memory: Memory, prediction: _Prediction, found: Found | None) -> list[str]:
+    notes = [
+        f"Times are predictions, {prediction.how}.",
+        "Activations and the CUDA context are counted only as --other-gpu says.",
+    ]
+    if found is not None and found.is_outdated:
+        notes.append(f"Profile of this machine {found.reason}.")
+    if options.ranks_per_node > 1 and memory.host_state:
+        notes.append(
+            "GPUs of a node share its host memory: two H100s at once reached 35 GB/s each way each, one alone 47. "
+            "--link-gbps should be what one GPU reaches while all stream."
+        )
+    return notes
+
+
+def _gb(nbytes: int) -> str:
+    return f"{nbytes / 1e9:.3f} GB"
+
+
+def _ring_label(training: Training) -> str:
+    chunk_bytes, depth = training.offload.chunk_bytes, training.offload.depth
+    if chunk_bytes == "auto" or depth == "auto":
+        return "staging ring (zero-copy has none)"
+    return f"staging ring, {depth} x {chunk_bytes / MIB:g} MiB at most"
+
+
+def _show_plan(report: dict[str, Any], training: Training) -> None:
+    console = Console()
+    table = Table(title=f"{report['param_numel'] / 1e9:.3f} billion parameters", title_justify="left")
+    table.add_column("")
+    table.add_column("bytes or time", justify="right")
+    table.add_column("fits")
+    words = {True: "yes", False: "no", None: "no limit given"}
+    fits, gpu, host = report["fits"], report["gpu_bytes"], report["host_bytes"]
+    names = {
+        "params": f"parameters, {training.param_dtype}",
+        "grads": f"gradients, {training.grad_dtype}",
+        "resident_state": "state that stays",
+        "ring": _ring_label(training),
+        "window": "window",
+        "other": "other",
+    }
+    for name, label in names.items():
+        table.add_row(f"GPU: {label}", _gb(gpu[name]))
+    table.add_row("GPU in all", _gb(gpu["total"]), words[fits["gpu"]], end_section=True)
+    table.add_row("host, one rank", _gb(host["rank"]))
+    table.add_row("host, one rank, during an asynchronous save", _gb(host["rank_in_save"]))
+    table.add_row(f"host, node of {training.ranks_per_node}", _gb(host["node"]), words[fits["host"]])
+    table.add_row(
+        f"host, node of {training.ranks_per_node}, during an asynchronous save",
+        _gb(host["node_in_save"]),
+        words[fits["host_in_save"]],
+        end_section=True,
+    )
+    predicted, largest = report["predicted"], report["largest_param_numel"]
+    table.add_row("step alone (prediction)", f"{predicted['alone_ms']:.0f} ms")
+    table.add_row(
+        "added to an iteration, at least (prediction)", f"{predicted['exposed_ms_at_least']:.0f} ms", end_section=True
+    )
+    if largest["training"] is not None:
+        table.add_row("largest model", f"{largest['training'] / 1e9:.2f} billion")
+        table.add_row("largest model with an asynchronous save", f"{largest['with_save'] / 1e9:.2f} billion")
+    console.print(table)
+    for note in report["notes"]:
+        console.print(note, highlight=False, markup=False, soft_wrap=True)

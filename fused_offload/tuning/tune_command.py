@@ -1,0 +1,172 @@
+"""`fused-offload tune`: measures with a progress bar, keeps the profile, and shows what was found."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from fused_offload import profiles
+from fused_offload.config import MIB
+
+from . import measure
+from .choose import Timed
+from .measure import Swept, Tuning
+
+
+def tune(options: argparse.Namespace) -> int:
+    """Runs the command; returns its exit code.
+
+    Raises:
+        ValueError: if there is no such GPU, if it cannot be measured, or if a package is missing.
+    """
+    _check(options)
+    device = torch.device("cuda", options.device)
+    try:
+        key = profiles.read_key(options.device)
+        with _ProgressBar() as bar:
+            tuning = measure.tune(key, device, options.seconds, bar.report)
+    except RuntimeError as error:  # too little memory, or the driver refuses
+        raise ValueError(str(error)) from error
+    path = None if options.no_save else profiles.save(tuning.profile)
+    if path is not None:
+        profiles.of_device.cache_clear()
+    if options.plot is not None:
+        from .plot import draw
+
+        draw(tuning, options.plot)
+    if options.json:
+        print(json.dumps(as_json(tuning, path), indent=2))
+    else:
+        show(tuning, path)
+    return 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Refuses before anything is measured."""
+    if not torch.cuda.is_available():
+        built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
+        raise ValueError(f"there is no CUDA GPU to measure ({built}); fused-offload doctor says more")
+    if options.device >= torch.cuda.device_count():
+        raise ValueError(f"there is no CUDA device {options.device}; {torch.cuda.device_count()} are visible")
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError("the GPU's kernels need Triton: pip install triton")
+    if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'fused-offload[plot]'")
+    if options.plot is not None and not options.plot.absolute().parent.is_dir():
+        raise ValueError(f"--plot {options.plot}: there is no folder {options.plot.absolute().parent}")
+    if not options.no_save:
+        try:
+            profiles.folder()
+        except ImportError as error:
+            raise ValueError(
+                f"keeping a profile needs platformdirs ({error}): pip install platformdirs, set "
+                f"{profiles.FOLDER_VARIABLE} to a folder, or add --no-save"
+            ) from error
+
+
+class _ProgressBar:
+    """A bar for each phase, on the standard error output."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True)
+        )
+        self._tasks: dict[str, TaskID] = {}
+
+    def __enter__(self) -> _ProgressBar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def report(self, phase: str, done: int, total: int) -> None:
+        """Moves a phase's bar; `measure.Report`."""
+        if phase not in self._tasks:
+            self._tasks[phase] = self._progress.add_task(phase, total=total)
+        self._progress.update(self._tasks[phase], completed=done, total=total)
+
+
+def as_json(tuning: Tuning, path: Any = None) -> dict[str, Any]:
+    """Everything that was measured, as `json.dumps` takes it."""
+    return {
+        "profile": profiles.as_json(tuning.profile),
+        "saved_as": None if path is None else str(path),
+        "seconds": tuning.seconds,
+        "link": [rate._asdict() for rate in tuning.link],
+        "kernel_ms": tuning.kernel_ms,
+        "steps": [
+            {
+                "param_numel": swept.param_numel,
+                "state_bytes": swept.state_bytes,
+                "timed": [
+                    {**one.streaming._asdict(), "ms": one.ms, "samples_ms": one.samples_ms} for one in swept.timed
+                ],
+            }
+            for swept in tuning.swept
+        ],
+    }
+
+
+def show(tuning: Tuning, path: Any = None) -> None:
+    """Prints tables, the choices and why."""
+    console = Console()
+    key = tuning.profile.key
+    console.print(f"{key.gpu}, link {key.link}; {key.host}", highlight=False, markup=False, soft_wrap=True)
+    link = Table(title="The link, GB/s", title_justify="left")
+    for column in ("MiB a copy", "host to device", "device to host", "each way, both at once"):
+        link.add_column(column, justify="right")
+    for rate in tuning.link:
+        link.add_row(str(rate.copy_mib), *(f"{value:.1f}" for value in rate[1:]))
+    console.print(link)
+    for swept in tuning.swept:
+        console.print(_steps_table(swept))
+        console.print(f"Chosen: {swept.choice.why}.", highlight=False, markup=False, soft_wrap=True)
+    if tuning.kernel_ms is not None:
+        numel = tuning.swept[-1].param_numel
+        console.print(
+            f"With all state on the GPU a step of {numel:,} parameters takes {tuning.kernel_ms:.2f} ms.",
+            highlight=False,
+            soft_wrap=True,
+        )
+    kept = "No profile was kept." if path is None else f'Kept as {path}; OffloadConfig\'s "auto" takes it from now on.'
+    console.print(f"{kept} {tuning.seconds:.0f} s.", highlight=False, markup=False, soft_wrap=True)
+
+
+def _steps_table(swept: Swept) -> Table:
+    title = f"A step of {swept.param_numel:,} parameters, {swept.state_bytes / 1e9:.2f} GB each way: ms"
+    table = Table(title=title, title_justify="left")
+    copies = [one for one in swept.timed if one.streaming.programs is None]
+    depths = sorted({one.streaming.depth for one in copies})
+    table.add_column("MiB a chunk", justify="right")
+    for depth in depths:
+        table.add_column(f"depth {depth}", justify="right")
+    for chunk_bytes in sorted({one.streaming.chunk_bytes for one in copies}):
+        row = {one.streaming.depth: one for one in copies if one.streaming.chunk_bytes == chunk_bytes}
+        cells = [_cell(row.get(depth), swept) for depth in depths]
+        table.add_row(f"{chunk_bytes / MIB:g}", *cells, end_section=chunk_bytes == _largest(copies))
+    zero_copies = [one for one in swept.timed if one.streaming.programs is not None]
+    for one in sorted(zero_copies, key=lambda one: one.streaming.programs or 0):
+        table.add_row(f"zero-copy, {one.streaming.programs} programs", _cell(one, swept))
+    return table
+
+
+def _largest(copies: Iterable[Timed]) -> int:
+    return max(one.streaming.chunk_bytes for one in copies)
+
+
+def _cell(one: Timed | None, swept: Swept) -> str:
+    if one is None:
+        return ""
+    choice = swept.choice
+    chosen = (choice.chunk_bytes, choice.depth) if choice.transport == "copy" else choice.programs
+    here = one.streaming.programs or (one.streaming.chunk_bytes, one.streaming.depth)
+    return f"[bold green]{one.ms:.2f}[/]" if here == chosen else f"{one.ms:.2f}"

@@ -1,0 +1,423 @@
+"""fused-offload tune: what is tried and chosen, the profiles that are kept, and what goes by them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fused_offload import OffloadConfig, cuda_driver, profiles
+from fused_offload.cli import main
+from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, MIB
+from fused_offload.profiles import Choice, Found, MachineKey, Profile, Timing
+from fused_offload.streaming import Streaming, streaming_of
+from fused_offload.tuning.choose import DEFAULTS, Timed, candidates, choose, worth_another_look
+
+KEY = MachineKey("NVIDIA H100 80GB HBM3", "32.0 GT/s PCIe x16", "Xeon, 16 CPUs, 1 NUMA nodes", {"torch": "2.11"})
+SMALL = Choice(240_000_000, "zero_copy", 8 * MIB, 3, 32, 7.0, "because")
+LARGE = Choice(3_000_000_000, "copy", 32 * MIB, 4, 64, 72.0, "because")
+TIMINGS = (Timing(20_000_000, 240_000_000, 7.0), Timing(250_000_000, 3_000_000_000, 72.0))
+PROFILE = Profile(KEY, "2026-11-28T08:00+00:00", (SMALL, LARGE), (*TIMINGS, Timing(250_000_000, 1_500_000_000, 33.0)))
+CUDA = torch.device("cuda", 0)
+
+
+# -- the choice ------------------------------------------------------------------------------------------------------
+
+
+def timed(**ms: float) -> list[Timed]:
+    """Ways by name: ``c48x3`` is 48 MiB x 3, ``z64`` zero-copy with 64 programs."""
+    ways = []
+    for name, value in ms.items():
+        if name[0] == "z":
+            way = Streaming(programs=int(name[1:]))
+        else:
+            size, _, depth = name[1:].partition("x")
+            way = Streaming(int(size) * MIB, int(depth))
+        ways.append(Timed(way, (value, value * 2, value * 0.9)))
+    return ways
+
+
+def test_the_fastest_wins() -> None:
+    choice = choose(timed(c48x3=72.0, c16x2=80.0, c32x3=65.0, z32=90.0, z64=85.0), 10**9)
+    assert (choice.transport, choice.chunk_bytes, choice.depth, choice.programs) == ("copy", 32 * MIB, 3, 64)
+    assert (choice.ms, choice.state_bytes) == (65.0, 10**9)
+    for words in ("32 MiB x 3 takes 65.00 ms", "the defaults (48 MiB x 3) take 1.108", "64 programs) 1.308"):
+        assert words in choice.why
+
+
+def test_of_equals_what_takes_less_of_the_gpu_wins() -> None:
+    choice = choose(timed(c48x3=72.0, c64x4=71.6, c24x3=72.2, c24x2=73.0, z128=84.9, z16=85.0), 10**9)
+    assert (choice.chunk_bytes, choice.depth, choice.programs) == (24 * MIB, 3, 16)
+    assert "64 MiB x 4 is 0.8% faster" in choice.why
+
+
+@pytest.mark.parametrize(("zero_copy_ms", "transport"), [(71.0, "copy"), (69.0, "zero_copy")])
+def test_zero_copy_has_to_be_clearly_faster(zero_copy_ms: float, transport: str) -> None:
+    choice = choose(timed(c48x3=72.0, z64=zero_copy_ms), 10**9)
+    assert choice.transport == transport
+    assert choice.ms == min(72.0, zero_copy_ms) if transport == "zero_copy" else choice.ms == 72.0
+
+
+def test_what_is_tried() -> None:
+    ways = candidates(10**9)
+    assert len(set(ways)) == len(ways)
+    assert DEFAULTS in ways
+    assert {way.depth for way in ways} >= {2, 3, 4}
+    assert max(way.chunk_bytes for way in candidates(20 * MIB) if way != DEFAULTS and way.programs is None) <= 20 * MIB
+    assert {way.chunk_bytes for way in candidates(1) if way.programs is None} == {4 * MIB, DEFAULT_CHUNK_BYTES}
+
+
+def test_what_is_looked_at_again() -> None:
+    again = worth_another_look(timed(c48x3=90.0, c32x3=65.0, c16x3=66.0, c64x3=80.0, z64=70.0, z16=100.0))
+    assert again == [Streaming(32 * MIB, 3), Streaming(16 * MIB, 3), Streaming(programs=64), DEFAULTS]
+
+
+class FakeSteps:
+    """Steps that take what a formula says, on a link whose speed drifts."""
+
+    param_numel = 1000
+    state_bytes = 3_000_000_000
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def true_ms(self, way: Streaming) -> float:
+        if way.programs is not None:
+            return 90 + 100 / way.programs
+        mib = way.chunk_bytes / MIB
+        return 60 + 0.05 * mib + 40 / mib + (6 if way.depth == 2 else 0)
+
+    def time(self, way: Streaming, steps: int = 2) -> list[float]:
+        self.calls += 1
+        return [self.true_ms(way) * (1 + 0.03 * ((self.calls * 7919 + i) % 13) / 13) for i in range(steps)]
+
+
+def test_the_sweep_finds_what_brute_force_finds() -> None:
+    measure = pytest.importorskip("fused_offload.tuning.measure")
+    steps, told = FakeSteps(), []
+    swept = measure.sweep(steps, time.perf_counter() + 60, lambda *report: told.append(report))
+    best = min(map(steps.true_ms, candidates(steps.state_bytes)))
+    chosen = Streaming(swept.choice.chunk_bytes, swept.choice.depth)
+    assert steps.true_ms(chosen) <= 1.05 * best
+    assert told[-1][1] == told[-1][2]
+    # Without time everything is looked at once, and something is chosen all the same.
+    hurried = measure.sweep(FakeSteps(), time.perf_counter() - 1, lambda *report: None)
+    assert {len(one.samples_ms) for one in hurried.timed} == {2}
+    assert steps.true_ms(Streaming(hurried.choice.chunk_bytes, hurried.choice.depth)) <= 1.05 * best
+
+
+def test_sizes_fit_the_link_and_the_memory() -> None:
+    measure = pytest.importorskip("fused_offload.tuning.measure")
+    assert measure.sizes(50.0, 10**12, 80 * 10**9) == (20_000_000, 250_000_000)
+    assert measure.sizes(12.0, 10**12, 80 * 10**9) == (20_000_000, 80_000_000)
+    assert measure.sizes(50.0, 4 * 10**9, 80 * 10**9)[1] * 12 <= 10**9
+    assert measure.sizes(50.0, 10**12, 2 * 10**9)[1] * 4 <= 0.5e9
+    with pytest.raises(RuntimeError, match="Too little memory"):
+        measure.sizes(50.0, 10**8, 80 * 10**9)
+
+
+# -- profiles --------------------------------------------------------------------------------------------------------
+
+
+def test_a_profile_comes_back(tmp_path: Path) -> None:
+    path = profiles.save(PROFILE, tmp_path / "new")
+    assert profiles.load(path) == PROFILE
+    assert profiles.find(KEY, tmp_path / "new") == Found(PROFILE, f"of {PROFILE.measured}, {path}")
+    newer = dataclasses.replace(PROFILE, measured="2026-12-01")
+    profiles.save(newer, tmp_path / "new")
+    assert [file.name for file in (tmp_path / "new").iterdir()] == [path.name]
+    assert profiles.find(KEY, tmp_path / "new").profile == newer
+
+
+def test_no_profile(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "missing"):
+        found = profiles.find(KEY, folder)
+        assert found.profile is None
+        assert not found.is_outdated
+        assert "fused-offload tune" in found.reason
+
+
+def test_a_profile_of_other_versions_is_ignored(tmp_path: Path) -> None:
+    profiles.save(PROFILE, tmp_path)
+    found = profiles.find(dataclasses.replace(KEY, versions={"torch": "2.12", "triton": "3.6"}), tmp_path)
+    assert found == Found(None, "ignored: made with torch 2.11, now 2.12; triton none, now 3.6", is_outdated=True)
+
+
+@pytest.mark.parametrize("field", ["gpu", "link", "host"])
+def test_a_profile_of_another_machine_is_ignored(tmp_path: Path, field: str) -> None:
+    profiles.save(PROFILE, tmp_path)
+    found = profiles.find(dataclasses.replace(KEY, **{field: "another"}), tmp_path)
+    assert found.profile is None
+    assert f"there is one of {field} {getattr(KEY, field)}, here another" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda record: record.update(format=99), "format 99"),
+        (lambda record: record.pop("choices"), "choices"),
+        (lambda record: record["choices"].clear(), "lacks choices"),
+        (lambda record: record["choices"][0].update(depth=0), "whole numbers"),
+        (lambda record: record["choices"][0].update(chunk_bytes="8"), "whole numbers"),
+        (lambda record: record["choices"][0].update(transport="rdma"), "rdma"),
+        (lambda record: record["timings"][0].update(ms=None), "numbers above 0"),
+        (lambda record: record["timings"].pop(), "timings"),
+    ],
+)
+def test_a_damaged_profile_is_ignored(tmp_path: Path, damage: Any, words: str) -> None:
+    path = profiles.save(PROFILE, tmp_path)
+    record = json.loads(path.read_text())
+    damage(record)
+    path.write_text(json.dumps(record))
+    found = profiles.find(KEY, tmp_path)
+    assert found.profile is None
+    assert found.is_outdated
+    assert words in found.reason
+    path.write_text("{")
+    assert "no profile of this release" in profiles.find(KEY, tmp_path).reason
+
+
+def test_the_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_driver, "device_name", lambda index: f"GPU {index}")
+    monkeypatch.setattr(cuda_driver, "pci_bus_id", lambda index: "0000:3B:00.0")
+    monkeypatch.setattr(cuda_driver, "driver_version", lambda: "13.0")
+    assert profiles.read_key(1, tmp_path).link == "unknown"
+    device = tmp_path / "bus" / "pci" / "devices" / "0000:3b:00.0"
+    device.mkdir(parents=True)
+    (device / "max_link_speed").write_text("32.0 GT/s PCIe\n")
+    (device / "current_link_width").write_text("8\n")
+    key = profiles.read_key(1, tmp_path)
+    assert (key.gpu, key.link) == ("GPU 1", "32.0 GT/s PCIe x8")
+    assert key.host.endswith("1 NUMA nodes")
+    assert key.versions["CUDA driver"] == "13.0"
+    assert key.versions["torch"] != "none"
+
+
+def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(profiles.FOLDER_VARIABLE, str(tmp_path))
+    assert profiles.folder() == tmp_path
+    monkeypatch.delenv(profiles.FOLDER_VARIABLE)
+    pytest.importorskip("platformdirs")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert profiles.folder() == tmp_path / "fused-offload" / "profiles"
+
+
+@pytest.fixture
+def fresh_lookup() -> Iterator[None]:
+    profiles.of_device.cache_clear()
+    yield
+    profiles.of_device.cache_clear()
+
+
+@pytest.mark.usefixtures("fresh_lookup")
+def test_the_log_says_what_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(profiles.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(profiles, "read_key", lambda index: KEY)
+    profiles.save(PROFILE)
+    with caplog.at_level(logging.INFO, "fused_offload"):
+        assert profiles.of_device(0).profile == PROFILE
+        assert profiles.of_device(0).profile == PROFILE
+    [record] = caplog.records
+    assert record.levelno == logging.INFO
+    monkeypatch.setattr(profiles, "read_key", lambda index: dataclasses.replace(KEY, versions={"torch": "3"}))
+    assert profiles.of_device(1).profile is None
+    assert caplog.records[-1].levelno == logging.WARNING
+    assert "made with torch 2.11, now 3 (fused-offload tune" in caplog.records[-1].getMessage()
+
+    def no_driver(index: int) -> MachineKey:
+        raise OSError("libcuda.so.1 is missing")
+
+    monkeypatch.setattr(profiles, "read_key", no_driver)
+    assert "libcuda.so.1 is missing" in profiles.of_device(2).reason
+
+
+# -- what goes by them -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "of_device", lambda index: Found(PROFILE, "made up"))
+
+
+@pytest.mark.usefixtures("tuned")
+@pytest.mark.parametrize(
+    ("config", "state_bytes", "expected"),
+    [
+        (OffloadConfig(), 10**10, Streaming(32 * MIB, 4)),
+        (OffloadConfig(), 1000, Streaming(programs=32)),
+        (OffloadConfig(), 800_000_000, Streaming(programs=32)),  # nearer to 0.24 than to 3 GB by ratio
+        (OffloadConfig(), 900_000_000, Streaming(32 * MIB, 4)),
+        # What is said wins, and nothing that is said is overruled by a transport that has no use for it.
+        (OffloadConfig(chunk_bytes=5), 1000, Streaming(5, 3)),
+        (OffloadConfig(depth=7), 1000, Streaming(8 * MIB, 7)),
+        (OffloadConfig(chunk_bytes=5, depth=7), 10**10, Streaming(5, 7)),
+        (OffloadConfig(transport="copy"), 1000, Streaming(8 * MIB, 3)),
+        (OffloadConfig(pin=False), 1000, Streaming(8 * MIB, 3)),
+        (OffloadConfig(transport="zero_copy"), 10**10, Streaming(programs=64)),
+        (OffloadConfig(transport="zero_copy", zero_copy_programs=5), 10**10, Streaming(programs=5)),
+    ],
+)
+def test_auto_takes_the_profile(config: OffloadConfig, state_bytes: int, expected: Streaming) -> None:
+    assert streaming_of(config, CUDA, state_bytes) == expected
+
+
+@pytest.mark.usefixtures("tuned")
+def test_the_cpu_has_no_profile() -> None:
+    expected = Streaming(DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH)
+    assert streaming_of(OffloadConfig(), torch.device("cpu"), 1000) == expected
+
+
+def test_predictions_meet_what_was_measured() -> None:
+    for timing in PROFILE.timings:
+        assert PROFILE.step_ms(timing.state_bytes, timing.param_numel) == pytest.approx(timing.ms)
+    assert PROFILE.step_ms(12 * 10**9, 10**9) == pytest.approx(72 + 9 * 65 / 2.76, rel=1e-6)
+    assert PROFILE.step_ms(6 * 10**9, 10**9) < PROFILE.step_ms(10 * 10**9, 10**9) < PROFILE.step_ms(12 * 10**9, 10**9)
+    assert PROFILE.step_ms(0, 0) == 0
+
+
+@pytest.mark.usefixtures("tuned")
+def test_plan_predicts_from_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "250e6", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["predicted"]["alone_ms"] == pytest.approx(72.0, rel=1e-3)
+    assert report["predicted"]["source"] == "profile"
+    assert not report["predicted"]["link_assumed"]
+    assert report["training"]["offload"]["chunk_bytes"] == 32 * MIB
+    assert report["gpu_bytes"]["ring"] == pytest.approx(4 * 32 * MIB, rel=1e-3)
+    assert main(["plan", "--params", "20e6"]) == 0
+    assert "zero-copy has none" in capsys.readouterr().out
+    assert main(["plan", "--params", "20e6", "--window-bytes", "1e12", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["predicted"]["exposed_ms_at_least"] == 0
+    assert main(["plan", "--params", "250e6", "--link-gbps", "10", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["predicted"]["source"] == "link_gbps"
+    assert report["training"]["offload"]["chunk_bytes"] == DEFAULT_CHUNK_BYTES
+
+
+def test_plan_says_why_a_profile_is_ignored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(profiles, "of_device", lambda index: Found(None, "ignored: too old", is_outdated=True))
+    assert main(["plan", "--params", "1e9"]) == 0
+    out = capsys.readouterr().out
+    assert "Profile of this machine ignored: too old." in out
+    assert "an assumption" in out
+
+
+# -- the command -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A machine with a GPU whose measurements are made up; the folder of its profiles."""
+    measure = pytest.importorskip("fused_offload.tuning.measure")
+    monkeypatch.setenv(profiles.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(profiles, "read_key", lambda index: KEY)
+
+    def tune(key: MachineKey, device: torch.device, seconds: float, report: Any) -> Any:
+        assert (key, device, seconds) == (KEY, CUDA, 45.0)
+        report("link", 1, 1)
+        ways = timed(c8x3=75.0, c48x3=73.0, c32x4=72.0, z32=90.0, z64=85.0)
+        swept = (
+            measure.Swept(20_000_000, SMALL.state_bytes, tuple(ways), SMALL),
+            measure.Swept(250_000_000, LARGE.state_bytes, tuple(ways), LARGE),
+        )
+        return measure.Tuning(PROFILE, (measure.LinkRate(16, 54.0, 53.0, 47.0),), 3.0, swept, 44.0)
+
+    monkeypatch.setattr(measure, "tune", tune)
+    return tmp_path
+
+
+def test_tune_shows_and_keeps(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune"]) == 0
+    captured = capsys.readouterr()
+    for words in ("H100", "47.0", "depth 4", "72.00", "zero-copy, 64 programs", "Chosen: because", "3.00 ms", "44 s"):
+        assert words in captured.out
+    assert profiles.find(KEY, measured).profile == PROFILE
+
+
+def test_tune_as_json_and_without_keeping(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "--json", "--no-save"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["saved_as"] is None
+    assert report["profile"]["choices"][1]["chunk_bytes"] == 32 * MIB
+    assert report["steps"][0]["timed"][0] == {
+        "chunk_bytes": 8 * MIB,
+        "depth": 3,
+        "programs": None,
+        "ms": 75.0,
+        "samples_ms": [75.0, 150.0, 67.5],
+    }
+    assert list(measured.iterdir()) == []
+
+
+def test_tune_draws(measured: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert main(["tune", "--json", "--plot", str(tmp_path / "tuning.png")]) == 0
+    assert (tmp_path / "tuning.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "1"], "no CUDA device 1"),
+        (["--device", "0.5"], "whole number"),
+        (["--seconds", "0"], "larger than 0"),
+        (["--plot", "/nowhere/at/all.png"], "there is no folder"),
+    ],
+)
+def test_tune_refuses_before_it_measures(
+    measured: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    try:
+        code = main(["tune", *arguments])
+    except SystemExit as stop:
+        code = stop.code  # type: ignore[assignment]
+    assert code == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.out == ""
+    assert list(measured.iterdir()) == []
+
+
+def test_tune_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["tune"]) == 2
+    assert "there is no CUDA GPU to measure" in capsys.readouterr().err
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    program = (
+        "import sys\nfrom fused_offload.cli import main\n"
+        "try:\n    main(['plan', '--help'])\nexcept SystemExit:\n    sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True).returncode == 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fused_offload.tuning import measure
+
+    monkeypatch.setenv(profiles.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(measure, "sizes", lambda *arguments: (2_000_000, 8_000_000))
+    assert main(["tune", "--json", "--seconds", "1"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["saved_as"]
+    assert all(rate["duplex_gbps"] > 1 for rate in report["link"])
+    assert [step["state_bytes"] for step in report["steps"]] == pytest.approx([24_000_000, 96_000_000], rel=0.01)
+    assert profiles.find(profiles.read_key(0)).profile is not None
