@@ -359,23 +359,26 @@ TRAIN_WITH_BRIDGE = dedent(
     assert dataclasses.is_dataclass(config) and config.optimizer_offload_fraction == 0.5
     config.optimizer_offload_fraction = 1.0  # as an override does
     config.offload_chunk_bytes = 4096
+    config.offload_window_bytes = "auto"
     found, run = train(lambda model: provide_as_bridge_does(config, model))
     assert found == expected, (found, expected)
     [inner] = run.inners
     assert type(inner).__name__ == "HybridPlaceAdam", type(inner)
     assert inner.offload.fraction == 1.0 and inner.offload.chunk_bytes == 4096
+    assert inner.offload.window_bytes == "auto" and inner.is_attached
     assert inner.numerics == "ieee"
 
     # What Bridge asks after a load: without this, weights from a checkpoint could be overwritten.
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
     assert isinstance(inner, HybridDeviceOptimizer)
 
-    for wrong, named in ((recipe(), "optimizer_offload_fraction"), (recipe(), "dist_muon")):
-        config = FusedOffloadOptimizerConfig.from_config(wrong)
-        if named == "dist_muon":
-            config.optimizer = named
-        else:
-            config.optimizer_offload_fraction = 1.5
+    for field, wrong, named in (
+        ("optimizer_offload_fraction", 1.5, "optimizer_offload_fraction"),
+        ("offload_window_bytes", -1, "window_bytes"),
+        ("optimizer", "dist_muon", "dist_muon"),
+    ):
+        config = FusedOffloadOptimizerConfig.from_config(recipe())
+        setattr(config, field, wrong)
         try:
             config.finalize()
         except ValueError as error:

@@ -39,6 +39,7 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
         use_precision_aware_optimizer: Megatron's flag, on: the master weights are part of the state that moves.
         offload_chunk_bytes: see ``chunk_bytes`` of `OffloadConfig`.
         offload_depth: see ``depth`` of `OffloadConfig`.
+        offload_window_bytes: see ``window_bytes`` of `OffloadConfig`: bytes, or ``"auto"``.
         offload_numerics: see ``numerics`` of `install`.
     """
 
@@ -47,6 +48,7 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
     use_precision_aware_optimizer: bool = True
     offload_chunk_bytes: int | Literal["auto"] = OffloadConfig.chunk_bytes
     offload_depth: int | Literal["auto"] = OffloadConfig.depth
+    offload_window_bytes: int | Literal["auto"] = OffloadConfig.window_bytes
     offload_numerics: str | None = None
 
     @classmethod
@@ -112,5 +114,7 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
                 f"FusedOffloadOptimizerConfig builds Adam, but its optimizer is {self.optimizer!r}. Set it to 'adam', "
                 "or keep the recipe's own configuration."
             )
-        offload = OffloadConfig(chunk_bytes=self.offload_chunk_bytes, depth=self.offload_depth)
+        offload = OffloadConfig(
+            chunk_bytes=self.offload_chunk_bytes, depth=self.offload_depth, window_bytes=self.offload_window_bytes
+        )
         install(offload, self.offload_numerics)
