@@ -63,8 +63,6 @@ class Stepper:
         self._prefetched_version = 0
         self._unconfirmed: list[tuple[StateEntry, dict[str, Any]]] = []
 
-    def observe(
-        self,
     def reconfigure(self, config: OffloadConfig) -> None:
         """Streams by another configuration from the next step on; what is offloaded and page-locked stays so.
 
@@ -78,6 +76,8 @@ class Stepper:
         self._config = config
         self._part_planners.clear()
 
+    def observe(
+        self,
         param_groups: Sequence[dict[str, Any]],
         modes: StepModes,
         given: Mapping[int, torch.Tensor] | None = None,
