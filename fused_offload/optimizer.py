@@ -657,6 +657,14 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         numel = sum(entry.shape.numel() for entry in self.state.values() if entry.bound)
         return memory_report(self._store.extents(), ring_bytes=self._stepper.engine.ring_bytes(), param_numel=numel)
 
+    def last_step_report(self) -> StepReport | None:
+        """What the last step that its GPUs are through with has moved, and what it cost.
+
+        Waits for nothing: right after `step` this is an earlier one. None before there is one, and on the CPU, where
+        nothing moves.
+        """
+        return self._stepper.engine.last_step_report()
+
     def close(self) -> None:
         """Waits, then gives page locks and GPU staging back; the optimizer cannot step any more. Safe to call twice.
 
@@ -672,14 +680,6 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             self._backward_steps.detach()
             self._backward_steps = None
         self._closed = True
-    def last_step_report(self) -> StepReport | None:
-        """What the last step that its GPUs are through with has moved, and what it cost.
-
-        Waits for nothing: right after `step` this is an earlier one. None before there is one, and on the CPU, where
-        nothing moves.
-        """
-        return self._stepper.engine.last_step_report()
-
         self._stepper.engine.close()
         self._store.close()
         self.state.clear()
