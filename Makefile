@@ -7,7 +7,11 @@ READY := .venv/.ready
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: setup test lint types pytest demo bench-smoke clean
+# Where `make bench` writes; commit the file, and bench/page.py shows it.
+BENCH_RESULTS ?= bench/results/$(shell date +%Y-%m-%d).json
+BENCH_ARGS ?=
+
+.PHONY: setup test lint types pytest demo bench bench-smoke clean
 
 setup: $(READY)
 
@@ -29,6 +33,14 @@ pytest: $(READY)
 
 demo: $(READY)
 	$(PYTHON_VENV) examples/train_gpt.py $(DEMO_ARGS)
+
+# Minutes on a GPU; other optimizers are measured where they are installed in .venv.
+bench: $(READY)
+	$(PYTHON_VENV) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make bench needs a CUDA GPU')"
+	$(PYTHON_VENV) -m pytest bench --results $(BENCH_RESULTS) $(BENCH_ARGS)
+	$(PYTHON_VENV) bench/table.py $(BENCH_RESULTS)
+	$(PYTHON_VENV) bench/check.py $(BENCH_RESULTS)
+	$(PYTHON_VENV) bench/page.py
 
 # Runs every benchmark once and tiny, so that they keep working.
 bench-smoke: $(READY)

@@ -20,6 +20,8 @@ _PACKAGES = (
     "transformer-engine",
     "transformer-engine-torch",
     "torchao",
+    "deepspeed",
+    "bitsandbytes",
     "megatron-core",
     "pytest-benchmark",
 )

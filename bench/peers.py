@@ -119,6 +119,40 @@ def _torchao(params: list[torch.nn.Parameter]) -> Ready:
     return Ready(step, params, extra_is_gpu_state=False)
 
 
+def _deepspeed(params: list[torch.nn.Parameter]) -> Ready:
+    optimizer_class = import_peer("deepspeed.ops.adam", "DeepSpeedCPUAdam")
+    # As ZeRO-Offload uses it: float32 masters and gradients in page-locked memory, parameters cast and copied back.
+    masters = [param.detach().float().cpu().pin_memory().requires_grad_() for param in params]
+    for master in masters:
+        master.grad = torch.empty_like(master, pin_memory=True)
+    try:
+        optimizer = optimizer_class(masters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, adamw_mode=True)
+    except Exception as error:  # it is compiled now, for which compiler and ninja have to be there
+        pytest.skip(f"DeepSpeedCPUAdam cannot be built: {type(error).__name__}: {error}")
+
+    @torch.no_grad()
+    def step() -> None:
+        for master, param in zip(masters, params, strict=True):
+            assert master.grad is not None
+            assert param.grad is not None
+            master.grad.copy_(param.grad, non_blocking=True)
+        torch.cuda.synchronize()
+        optimizer.step()
+        for master, param in zip(masters, params, strict=True):
+            param.copy_(master, non_blocking=True)
+
+    return Ready(step, params, extra_is_gpu_state=False)
+
+
+def _bitsandbytes(name: str) -> Callable[[list[torch.nn.Parameter]], Ready]:
+    def build(params: list[torch.nn.Parameter]) -> Ready:
+        optimizer_class = import_peer("bitsandbytes.optim", name)
+        optimizer = optimizer_class(params, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY)
+        return Ready(optimizer.step, params, extra_is_gpu_state=False)
+
+    return build
+
+
 def _megatron_hybrid(*, overlap: bool) -> Callable[[list[torch.nn.Parameter]], Ready]:
     def build(params: list[torch.nn.Parameter]) -> Ready:
         optimizer_class = import_peer("megatron.core.optimizer.cpu_offloading", "HybridDeviceOptimizer")
@@ -154,6 +188,19 @@ PEERS = (
     Peer("te-fused-adam-12B", "TransformerEngine, on the GPU: float32 master and moments", _te(FORM_12B)),
     Peer("te-fused-adam-6B", "TransformerEngine, on the GPU: remainder, bfloat16 moments", _te(FORM_6B)),
     Peer("torchao-cpu-offload", "on the CPU: bfloat16 moments, no master; includes the copy of backward", _torchao),
+    Peer(
+        "deepspeed-cpu-adam", "on the CPU: float32 master and moments; gradients and parameters are copied", _deepspeed
+    ),
+    Peer(
+        "bitsandbytes-paged-32bit",
+        "managed memory, which stays on the GPU while there is room: float32 moments, no master",
+        _bitsandbytes("PagedAdamW32bit"),
+    ),
+    Peer(
+        "bitsandbytes-paged-8bit",
+        "managed memory, which stays on the GPU while there is room: 8-bit moments, no master",
+        _bitsandbytes("PagedAdamW8bit"),
+    ),
     Peer("megatron-hybrid-overlap", "on the CPU: float32 master and moments", _megatron_hybrid(overlap=True)),
     Peer("megatron-hybrid", "on the CPU: float32 master and moments; no overlap", _megatron_hybrid(overlap=False)),
 )

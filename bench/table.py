@@ -89,6 +89,7 @@ SUITES = {
     "drift": "Two hundred steps in a row",
     "peers": "The same step by others",
     "sweep": "Chunk size and depth, ms",
+    "tuned": "What fused-offload tune chose, against the defaults",
 }
 
 
@@ -148,9 +149,9 @@ def machine_lines(results: Record) -> Iterator[str]:
     )
     versions = [f"{name} {version}" for name, version in machine["versions"].items() if version]
     yield f"Python {machine['python']}, {', '.join(versions)}; "
-    yield f"commit {machine['commit']}, {machine['date']}; medians of {results['scale']['rounds']}; "
-    yield f"`{results['command']}`"
-    if results["scale"]["smoke"]:
+    how = f"; medians of {results['scale']['rounds']}; `{results['command']}`" if "command" in results else ""
+    yield f"commit {machine['commit']}, {machine['date']}{how}"
+    if results.get("scale", {}).get("smoke"):
         yield "**A smoke test: these numbers say nothing about speed.**"
 
 

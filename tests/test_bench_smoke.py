@@ -19,10 +19,13 @@ EXPECTED_ROWS = {
     "kernel/10B/ieee",
     "kernel/6B/ieee",
     "kernel/6B-fp16/ieee",
+    "kernel/6B-stochastic/ieee",
+    "kernel/4B/ieee",
     "kernel/torch-fused-fp32",
     "step/12B/whole-step",
     "step/10B/whole-step",
     "step/6B/whole-step",
+    "step/4B/whole-step",
     "tensors/few",
     "tensors/many",
     "resident/torch-fused",
@@ -40,6 +43,7 @@ EXPECTED_ROWS_ON_A_GPU = {
     "step/12B/copies-only",
     "step/12B/plain-duplex",
     "step/6B/copies-only",
+    "step/4B/copies-only",
     "step/6B/plain-duplex",
 }
 
@@ -82,6 +86,7 @@ def check_that_nothing_is_missing(results: dict[str, Any]) -> None:
         "bench/test_link.py::test_link",
         "bench/test_peers.py::test_peer",
         "bench/test_sweep.py::test_sweep",
+        "bench/test_tuned.py::test_tuned",
     }
 
 

@@ -1,0 +1,267 @@
+"""Makes docs/benchmarks.md and its pictures from bench/results/*.json: ``python bench/page.py``.
+
+``--check`` writes nothing and fails if the page is not what the results say. The pictures need matplotlib; the page is
+made from JSON alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_HERE = Path(__file__).resolve().parent
+if str(_HERE) not in sys.path:
+    sys.path.append(str(_HERE))
+
+from table import Record, machine_lines, markdown, number, report  # noqa: E402
+
+RESULTS = _HERE / "results"
+DOCS = _HERE.parent / "docs"
+PAGE = DOCS / "benchmarks.md"
+IMAGES = DOCS / "images"
+
+_HEAD = """# Benchmarks
+
+Made by `python bench/page.py` from `bench/results/*.json`; change those, not this page.
+[bench/README.md](../bench/README.md) says what each case does, what the columns mean and how to run them: `make bench`
+on a machine with a GPU. Times of different files are not to be compared: a link's speed differs from run to run, which
+is why each file measures what it compares with.
+"""
+
+_FORMS = ("12B", "10B", "6B")
+
+
+class Results:
+    """One results file.
+
+    Attributes:
+        path: the file.
+        record: what is in it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.record: Record = json.loads(path.read_text())
+
+    @property
+    def date(self) -> str:
+        """When it was measured, ISO 8601."""
+        return str(self.record["machine"]["date"]) if "machine" in self.record else str(self._profile()["measured"])
+
+    def _profile(self) -> Record:
+        profile: Record = self.record["profile"]
+        return profile
+
+    @property
+    def rows(self) -> dict[str, Record]:
+        """Rows of the benchmark suite by name; empty for other files."""
+        return {row["name"]: row for row in self.record.get("rows", [])}
+
+    @property
+    def loop(self) -> dict[str, Record]:
+        """Cases of `train_loop.py` by name; empty for other files."""
+        cases = self.record.get("cases", {})
+        return {name: case for name, case in cases.items() if isinstance(case, dict) and "iteration_ms" in case}
+
+    def lines(self) -> Iterator[str]:
+        """Its section of the page."""
+        yield from ("", f"## {self.path.stem}", "", f"[{self.path.name}](../bench/results/{self.path.name})", "")
+        if "rows" in self.record:
+            yield from report(self.record)
+        elif "profile" in self.record:
+            yield from _tuning_lines(self.record)
+        else:
+            yield from machine_lines(self.record)
+            if "arguments" in self.record:
+                arguments = (f"{name} {value}" for name, value in self.record["arguments"].items() if name != "results")
+                yield from ("", f"Arguments: {', '.join(arguments)}")
+            yield ""
+            yield from _loop_lines(self.loop) if self.loop else _megatron_lines(self.record)
+
+
+def _loop_lines(cases: dict[str, Record]) -> Iterator[str]:
+    header = ("case", "microbatches", "iteration, ms", "added, ms", "step alone, ms", "host GB", "peak GPU GB")
+    yield from markdown(
+        header,
+        (
+            (
+                name,
+                str(case["microbatches"]),
+                number(case["iteration_ms"], 4),
+                number(case.get("added_ms")) if case.get("host_bytes") else "",
+                number(case.get("step_alone_ms")),
+                number(case["host_bytes"] / 1e9) if case.get("host_bytes") else "",
+                number(case["peak_bytes"] / 1e9),
+            )
+            for name, case in cases.items()
+        ),
+    )
+
+
+def _megatron_lines(record: Record) -> Iterator[str]:
+    header = (
+        *("case", "ranks", "parameters", "inner step, ms", "iteration, ms", "/ copies alone", "host GB"),
+        *("peak GPU GB", "weights", "state"),
+    )
+
+    def line(name: str, ranks: list[Record]) -> tuple[str, ...]:
+        first = ranks[0]
+        return (
+            name,
+            str(len(ranks)),
+            f"{first['param_numel']:,}",
+            number(first["median_step_ms"]) if first["median_step_ms"] else "",
+            number(first.get("median_iteration_ms")),
+            f"{first['ratio_to_copies']:.3f}" if "ratio_to_copies" in first else "",
+            number(first["host_bytes"] / 1e9) if first.get("host_bytes") else "",
+            number(max(first["peak_bytes"]) / 1e9),
+            _checksum(first.get("params_checksum")),
+            _checksum(first.get("state_checksum")),
+        )
+
+    yield from markdown(header, (line(name, ranks) for name, ranks in record["cases"].items()))
+    yield from ("", "Equal checksums are equal bits, of all weights and of all masters and moments at the end.")
+    for name, reason in record["failed"].items():
+        yield from ("", f"**Failed: {name}**: {reason}")
+
+
+def _checksum(value: int | None) -> str:
+    return "" if value is None else f"`{value:016x}`"[:9] + "`"
+
+
+def _tuning_lines(record: Record) -> Iterator[str]:
+    """What ``fused-offload tune --json`` printed."""
+    key = record["profile"]["key"]
+    versions = ", ".join(f"{name} {version}" for name, version in key["versions"].items())
+    yield f"{key['gpu']}, link {key['link']}; {key['host']}; {versions}; {record['profile']['measured']}"
+    yield from ("", "### The link alone, GB/s each way", "")
+    yield from markdown(
+        ("MiB a copy", "h2d", "d2h", "duplex"),
+        (
+            (str(rate["copy_mib"]), *(number(rate[f"{way}_gbps"]) for way in ("h2d", "d2h", "duplex")))
+            for rate in record["link"]
+        ),
+    )
+    for steps, choice in zip(record["steps"], record["profile"]["choices"], strict=True):
+        numel, gigabytes = steps["param_numel"], steps["state_bytes"] / 1e9
+        yield from ("", f"### A step of {numel:,} parameters, {gigabytes:.2f} GB each way, ms", "")
+        copies = [one for one in steps["timed"] if one["programs"] is None]
+        depths = sorted({one["depth"] for one in copies})
+        cells = {(one["chunk_bytes"], one["depth"]): number(one["ms"], 4) for one in copies}
+        yield from markdown(
+            ("MiB a chunk", *(f"depth {depth}" for depth in depths)),
+            (
+                (f"{size / 2**20:g}", *(cells.get((size, depth), "") for depth in depths))
+                for size in sorted({size for size, _ in cells})
+            ),
+        )
+        zero_copies = [one for one in steps["timed"] if one["programs"] is not None]
+        yield ""
+        yield from markdown(
+            ("zero-copy programs", "ms"), ((str(one["programs"]), number(one["ms"], 4)) for one in zero_copies)
+        )
+        yield from ("", f"Chosen: {choice['why']}.")
+
+
+# -- pictures --------------------------------------------------------------------------------------------------------
+
+
+def draw_steps(axis: Any, results: Results) -> None:
+    """Whole steps beside what they are compared with, by stored form."""
+    kinds = ("plain-duplex", "copies-only", "whole-step")
+    for offset, kind in enumerate(kinds):
+        rows = [results.rows[f"step/{form}/{kind}"] for form in _FORMS]
+        middle = [row["median_ms"] for row in rows]
+        spread = [
+            [row["median_ms"] - row["min_ms"] for row in rows],
+            [row["max_ms"] - row["median_ms"] for row in rows],
+        ]
+        axis.bar([i + 0.27 * (offset - 1) for i in range(len(_FORMS))], middle, 0.25, yerr=spread, label=kind)
+    axis.set_xticks(range(len(_FORMS)), [f"{form[:-1]} bytes a parameter" for form in _FORMS])
+    axis.set(ylabel="ms", title="A step of a billion parameters: medians, shortest and longest")
+    axis.legend()
+
+
+def draw_peers(axis: Any, results: Results) -> None:
+    """The same step by others, and ours from the same file."""
+    rows = {name.partition("/")[2]: row for name, row in results.rows.items() if name.startswith("peers/")}
+    for form in _FORMS:
+        rows[f"FusedOffloadAdam, {form}"] = results.rows[f"step/{form}/whole-step"]
+    ordered = sorted(rows.items(), key=lambda item: -item[1]["median_ms"])
+    colours = ["tab:orange" if name.startswith("Fused") else "tab:blue" for name, _ in ordered]
+    axis.barh([name for name, _ in ordered], [row["median_ms"] for _, row in ordered], color=colours)
+    axis.set(xlabel="ms", title="A step of a billion parameters, from gradients to final parameters")
+
+
+def draw_loop(axis: Any, results: Results) -> None:
+    """What the optimizer adds to an iteration, by window."""
+    cases = {name: case for name, case in results.loop.items() if case.get("host_bytes")}
+    axis.barh(list(cases), [case["added_ms"] for case in cases.values()])
+    axis.invert_yaxis()
+    axis.set(xlabel="ms", title="Added to an iteration with all state on the GPU")
+
+
+_PICTURES = {
+    "step": (draw_steps, lambda results: all(f"step/{form}/copies-only" in results.rows for form in _FORMS)),
+    "peers": (draw_peers, lambda results: any(name.startswith("peers/torch-fused-cpu") for name in results.rows)),
+    "loop": (draw_loop, lambda results: bool(results.loop)),
+}
+
+
+def pictured(everything: list[Results]) -> dict[str, Results]:
+    """The newest file for each picture."""
+    found = {}
+    for name, (_, has) in _PICTURES.items():
+        with_it = [results for results in everything if has(results)]
+        if with_it:
+            found[name] = with_it[0]
+    return found
+
+
+def draw_all(everything: list[Results]) -> None:
+    """Writes the pictures."""
+    from matplotlib.figure import Figure
+
+    IMAGES.mkdir(exist_ok=True)
+    for name, results in pictured(everything).items():
+        figure = Figure(figsize=(8, 4), layout="constrained")
+        _PICTURES[name][0](figure.subplots(), results)
+        figure.savefig(IMAGES / f"{name}.png", dpi=100)
+
+
+# -- the page --------------------------------------------------------------------------------------------------------
+
+
+def page(everything: list[Results]) -> str:
+    """The whole page."""
+    lines = [_HEAD.rstrip()]
+    for name, results in pictured(everything).items():
+        lines += ["", f"![{name}, from {results.path.name}](images/{name}.png)"]
+    for results in everything:
+        lines += results.lines()
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="write nothing, fail if the page is out of date")
+    check = parser.parse_args().check
+    everything = sorted(map(Results, RESULTS.glob("*.json")), key=lambda results: results.date, reverse=True)
+    text = page(everything)
+    if check:
+        if not PAGE.exists() or PAGE.read_text() != text:
+            print(f"{PAGE} is not what {RESULTS} says: run python bench/page.py", file=sys.stderr)
+            return 1
+        return 0
+    PAGE.write_text(text)
+    draw_all(everything)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""docs/benchmarks.md is what the results say, and steps that got slower are found."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+STORED = ROOT / "bench" / "results" / "h100-2026-11-28-quiet.json"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / "bench" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_is_what_the_results_say() -> None:
+    command = [sys.executable, "bench/page.py", "--check"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    text = (ROOT / "docs" / "benchmarks.md").read_text()
+    for path in (ROOT / "bench" / "results").glob("*.json"):
+        assert f"(../bench/results/{path.name})" in text
+    for line in text.splitlines():
+        if line.startswith("!["):
+            assert (ROOT / "docs" / line.rpartition("(")[2].rstrip(")")).is_file()
+
+
+def changed(factor: float) -> dict[str, Any]:
+    results = copy.deepcopy(json.loads(STORED.read_text()))
+    for row in results["rows"]:
+        if row["ratio_to_link"] is not None:
+            row["ratio_to_link"] *= factor
+    return results
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (1.14, 0), (1.16, 1), (0.5, 0)])
+def test_slower_steps_are_found(
+    factor: float, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check = load("check")
+    stored = tmp_path / "stored"
+    stored.mkdir()
+    (stored / "then.json").write_text(STORED.read_text())
+    monkeypatch.setattr(check, "STORED", stored)
+    now = tmp_path / "now.json"
+    now.write_text(json.dumps(changed(factor)))
+    assert check.main([str(now)]) == code
+    out = capsys.readouterr().out
+    assert out.count("then.json") == 3
+    assert ("SLOWER" in out) == (code == 1)
+
+
+def test_the_newest_file_of_the_same_card_counts() -> None:
+    check = load("check")
+    older, newer, other = changed(1.0), changed(2.0), changed(3.0)
+    newer["machine"]["date"] = "2027-01-01"
+    other["machine"]["date"] = "2028-01-01"
+    other["machine"]["gpu"]["name"] = "another"
+    comparisons = check.compare(changed(2.0), [("newer", newer), ("older", older), ("other", other)])
+    assert {one.source for one in comparisons} == {"newer"}
+    assert not any(one.is_slower for one in comparisons)
+    assert check.compare(changed(1.0), [("other", other)]) == []
+
+
+def test_results_of_tune_have_a_section(tmp_path: Path) -> None:
+    page = load("page")
+    key = {"gpu": "H100", "link": "x16", "host": "Xeon", "versions": {"torch": "2.11"}}
+    path = tmp_path / "tune.json"
+    path.write_text(
+        json.dumps(
+            {
+                "profile": {"key": key, "measured": "2026-11-28", "choices": [{"why": "it is the fastest"}]},
+                "link": [{"copy_mib": 4, "h2d_gbps": 54.0, "d2h_gbps": 53.0, "duplex_gbps": 47.0}],
+                "steps": [
+                    {
+                        "param_numel": 1000,
+                        "state_bytes": 12_000,
+                        "timed": [
+                            {"chunk_bytes": 8 * 2**20, "depth": 3, "programs": None, "ms": 71.234},
+                            {"chunk_bytes": 0, "depth": 0, "programs": 64, "ms": 80.0},
+                        ],
+                    }
+                ],
+            }
+        )
+    )
+    text = "\n".join(page.Results(path).lines())
+    for words in ("| 4 | 54.0 | 53.0 | 47.0 |", "| 8 | 71.23 |", "| 64 | 80.00 |", "Chosen: it is the fastest."):
+        assert words in text
