@@ -28,6 +28,7 @@ from .options import (
 )
 from .overlap import Overlap
 from .places import FusedAdamPlaceAdam, Settings, building, hybrid_place, methods_that_name
+from .saving import write_in_place
 from .te_check import warn_where_bits_differ
 
 _ENTRY = "megatron.core.optimizer"
@@ -236,6 +237,7 @@ def adapt(optimizer: Any, layout: Layout) -> None:
         inner.reserve_gpu_memory()
         if isinstance(optimizer, layout.distrib.DistributedOptimizer):
             hooks.append(DistributedHooks(optimizer, layout))
+            write_in_place()
             if inner.offload.window_bytes:
                 hooks.append(Overlap(optimizer, inner))
     setattr(optimizer, _ADAPTED, hooks)

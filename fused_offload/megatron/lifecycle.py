@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from .adam import MegatronAdam
 
 
@@ -66,11 +68,13 @@ class Lifecycle:
     def release(self) -> None:
         """Waits, then gives the staging ring back: the GPU is needed for something else, such as rollouts.
 
-        Master weights that Megatron keeps on the GPU go to the host, as without this optimizer.
+        Master weights that Megatron keeps on the GPU go to the host, and torch's cache of freed memory is emptied, as
+        without this optimizer.
         """
         if self._inner is not None:
             self._inner.release_gpu_memory()
             self._move_megatrons_masters("cpu")
+            torch.cuda.empty_cache()
 
     def restore(self) -> None:
         """Brings master weights that belong to Megatron back to the GPU. State stays in host memory."""

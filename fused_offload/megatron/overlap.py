@@ -11,6 +11,8 @@ from fused_offload.attach import Attachment
 
 from .adam import MegatronAdam
 
+_OWNER = "_fused_offload_owner"
+
 
 class Overlap:
     """Starts the prefetch from the forward passes of the model chunks, at the latest when gradients are reduced.
@@ -44,7 +46,10 @@ class Overlap:
 
         distributed.zero_grad = begin_iteration
 
-    def _after_prefetch(self, method: Callable[..., Any], is_last: Callable[[], bool]) -> Callable[..., Any]:
+    def _after_prefetch(self, method: Any, is_last: Callable[[], bool]) -> Callable[..., Any]:
+        while (owner := getattr(method, _OWNER, None)) is not None and owner() is None:
+            method = method.__wrapped__  # of an optimizer that is gone
+
         @functools.wraps(method)
         def prefetch_first(*args: Any, **kwargs: Any) -> Any:
             inner = self._inner()
@@ -52,6 +57,7 @@ class Overlap:
                 inner.prefetch()
             return method(*args, **kwargs)
 
+        setattr(prefetch_first, _OWNER, self._inner)
         return prefetch_first
 
 

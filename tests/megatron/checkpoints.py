@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import pickle
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
-from job import Job
+import torch.multiprocessing  # makes tensors travel in shared memory
+from job import Job, replaced
 
 FORMATS = ("dp_reshardable", "fully_reshardable", "legacy")
+GATHERED = "fully_reshardable, gathered on one rank"
+"""The second of these, saved in the way that takes less memory."""
 
 
 def save(job: Job, directory: Path, kind: str) -> None:
@@ -37,6 +44,29 @@ def start_saving(job: Job, directory: Path, kind: str) -> Any:
     return dist_checkpointing.save(state, str(directory), async_sharded_save=True, async_strategy="mcore")
 
 
+def as_received(request: Any) -> Any:
+    """What a persistent process gets of such a request: sending tensors of the CPU moves them to shared memory."""
+    preload = pickle.loads(ForkingPickler.dumps(request.preload_fn))
+    tensors = preload()
+    return request._replace(preload_fn=lambda: tensors)
+
+
+@contextlib.contextmanager
+def handed_to_writer() -> Iterator[list[torch.Tensor]]:
+    """Collects the tensors that Megatron's writer is going to write."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    tensors: list[torch.Tensor] = []
+    prepare = FileSystemWriterAsync.prepare_write_data
+
+    def prepare_and_look(writer: Any, *args: Any) -> None:
+        prepare(writer, *args)
+        tensors.extend(tensor for _, _, (_, items) in writer.write_buckets for _, tensor in items)
+
+    with replaced((FileSystemWriterAsync, "prepare_write_data", prepare_and_look)):
+        yield tensors
+
+
 def load(job: Job, directory: Path, kind: str) -> None:
     """Takes over model, optimizer and schedule."""
     if kind == "legacy":
@@ -56,9 +86,9 @@ def load(job: Job, directory: Path, kind: str) -> None:
 
 def _sharded_state_dict(job: Job, kind: str, *, is_loading: bool) -> dict[str, Any]:
     metadata = {
-        "distrib_optim_sharding_type": kind,
+        "distrib_optim_sharding_type": "fully_reshardable" if kind == GATHERED else kind,
         "chained_optim_avoid_prefix": True,
-        "distrib_optim_fully_reshardable_mem_efficient": False,
+        "distrib_optim_fully_reshardable_mem_efficient": kind == GATHERED,
     }
     model = job.model.module.sharded_state_dict()
     optimizer = job.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)

@@ -17,9 +17,9 @@ from fused_offload import OffloadConfig
 from fused_offload.kernels.forms import join_remainder
 from fused_offload.megatron.adam import MegatronAdam
 
-VOCABULARY, SEQUENCE, HIDDEN, LAYERS = 96, 16, 32, 2
+VOCABULARY, SEQUENCE, HIDDEN, LAYERS = 96, 16, 36, 2  # few sizes are multiples of the 128 elements of padding
 SEVERAL_BUCKETS = 7000
-"""Bucket size that cuts the model into several buckets, the first of them with padding at its end."""
+"""Bucket size that cuts the model into several buckets with padding at their ends."""
 
 
 class Layout(NamedTuple):
@@ -164,7 +164,7 @@ def build_model(spec: JobSpec) -> Any:
     layout = spec.layout
     torch.manual_seed(spec.seed)
     config = TransformerConfig(
-        num_layers=LAYERS,
+        num_layers=1 if layout.experts else LAYERS,  # experts make many parameters, and take long
         hidden_size=HIDDEN,
         num_attention_heads=4,
         num_moe_experts=layout.experts or None,
@@ -179,7 +179,7 @@ def build_model(spec: JobSpec) -> Any:
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
-        add_bias_linear=not layout.experts,
+        add_bias_linear=False,
     )
     layers = get_gpt_layer_local_spec(num_experts=layout.experts or None, moe_grouped_gemm=False)
     model = GPTModel(config, layers, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE).to(spec.dtype)
@@ -333,9 +333,9 @@ def _values_of(inner: Any, param: torch.Tensor) -> dict[str, torch.Tensor] | Non
         return None
     keys = ("exp_avg", "exp_avg_sq", "master_param")
     if isinstance(inner, MegatronAdam):
-        values = {key: inner.get_unscaled_state(param, key) for key in keys}
+        values = {key: inner.get_unscaled_state(param, key) if key in state else param for key in keys}
     else:
-        values = {key: state.get(key, param) for key in keys}  # stock AdamW updates the master itself
+        values = {key: state.get(key, param) for key in keys}  # the parameter is a master of Megatron's
     if values["master_param"].dtype == torch.int16:
         values["master_param"] = join_remainder(param.detach(), values["master_param"])
     return {key: value.detach().float().clone() for key, value in values.items()}

@@ -64,14 +64,17 @@ def scenarios_of(phase: Phase, process: int, selected: str = "") -> list[tuple[i
 
 
 class Outcome(NamedTuple):
-    """What became of a scenario in one process: its value, or the traceback of what it raised."""
+    """What became of a scenario in one process.
+
+    ``error`` is the traceback of what it raised; if there is none, ``value`` reads what it returned.
+    """
 
     name: str
     phase: Phase
     process: int
-    value: Any
     error: str | None
     seconds: float
+    value: Callable[[], Any]
 
 
 class Results:
@@ -91,7 +94,7 @@ class Results:
             raise AssertionError(f"scenario {name!r} ({phase.value}) failed\n" + "\n".join(errors))
         if len(outcomes) < (1 if phase.alone else 2):
             raise AssertionError(f"scenario {name!r} ({phase.value}) has no result. The processes said:\n{self.log}")
-        return [outcome.value for outcome in outcomes]
+        return [outcome.value() for outcome in outcomes]
 
     def slowest(self) -> list[Outcome]:
         """All outcomes, the slowest first."""

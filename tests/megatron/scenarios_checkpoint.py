@@ -6,13 +6,15 @@ import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from checkpoints import FORMATS, load, save, start_saving
+import torch
+from checkpoints import FORMATS, GATHERED, as_received, handed_to_writer, load, save, start_saving
 from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, te_branches
 from registry import BOTH_WORLDS, Context, Phase, scenario
 from scenarios_training import FORMS, LAYOUTS, SMALL_CHUNK
+from stand_in import placed_on_gpu
 
 _PADDED = Layout(bucket_size=SEVERAL_BUCKETS, overlap_grad_reduce=True)
-BEFORE, AFTER = 3, 3
+BEFORE, AFTER = 2, 2
 """Iterations before the save and after it."""
 
 
@@ -25,10 +27,13 @@ class Resume(NamedTuple):
     iterations_before: int = BEFORE
     optimizer: str = "ours"
     with_te: bool = False
+    megatrons_masters: bool = False
+    """Whether Megatron keeps the masters, as it does by default."""
 
     @property
     def name(self) -> str:
         when = f"after {self.iterations_before} iterations{', TE' if self.with_te else ''}"
+        when += ", Megatron's masters" if self.megatrons_masters else ""
         return f"resume {self.optimizer}, {self.kind}, {self.layout}, {self.forms}, {when}"
 
     @property
@@ -38,7 +43,8 @@ class Resume(NamedTuple):
         return BOTH_WORLDS if plain else (Phase.TWO_RANKS,)
 
     def spec(self) -> JobSpec:
-        return JobSpec(self.optimizer, FORMS[self.forms], LAYOUTS[self.layout], fraction=0.3)
+        config = (("use_precision_aware_optimizer", False),) if self.megatrons_masters else ()
+        return JobSpec(self.optimizer, FORMS[self.forms], LAYOUTS[self.layout], fraction=0.3, config=config)
 
 
 RESUMES = [
@@ -48,6 +54,8 @@ RESUMES = [
     *(Resume(kind, "empty rank", "remainders") for kind in ("fully_reshardable", "legacy")),
     *(Resume(kind, "several buckets", forms, 0) for kind in FORMATS for forms in ("fp32", "remainders")),
     *(Resume(kind, "dense and experts", "fp32", 0) for kind in ("dp_reshardable", "fully_reshardable")),
+    Resume(GATHERED, "several buckets", "remainders"),
+    *(Resume(kind, "several buckets", "fp32", megatrons_masters=True) for kind in FORMATS),
     # Where TransformerEngine is installed, Megatron looks for step counts elsewhere; and there are two places to be in.
     *(Resume(kind, "dense and experts", "fp32", with_te=True) for kind in FORMATS),
     *(Resume(kind, "all overlapped", "remainders", BEFORE, "ours as FusedAdam", True) for kind in FORMATS),
@@ -61,11 +69,13 @@ def resume(job: Job, other: Job, directory: Path, case: Resume) -> dict[str, Any
     save(job, directory, case.kind)
     saved = job.snapshot()
     log = job.train(AFTER)
-    load(other, directory, case.kind)
+    with placed_on_gpu() as placed:
+        load(other, directory, case.kind)
     loaded = other.snapshot()
     resumed_log = other.train(AFTER)
     return {
         "buckets": job.buckets(),
+        "placed on the GPU": sum(placed),
         "saved": saved,
         "loaded": loaded,
         "went on": {"log": log, **job.snapshot()},
@@ -90,19 +100,25 @@ for _case in RESUMES:
 
 # -- training while a checkpoint is written ----------------------------------------------------------------------
 
-WRITTEN_LATER = [(kind, forms) for kind in ("dp_reshardable", "fully_reshardable") for forms in FORMS]
+WRITTEN_LATER = [
+    *((kind, forms, False) for kind in ("dp_reshardable", "fully_reshardable") for forms in FORMS),
+    *(("dp_reshardable", forms, True) for forms in FORMS),
+]
+"""Format, stored forms, and whether the tensors go to a persistent process first."""
 
 
-def written_later_name(kind: str, forms: str) -> str:
-    return f"written later, {kind}, {forms}"
+def written_later_name(kind: str, forms: str, *, elsewhere: bool) -> str:
+    return f"written {'elsewhere' if elsewhere else 'later'}, {kind}, {forms}"
 
 
-def _written_later(context: Context, kind: str, forms: str) -> dict[str, Any]:
+def _written_later(context: Context, kind: str, forms: str, *, elsewhere: bool) -> dict[str, Any]:
     spec = JobSpec(forms=FORMS[forms], layout=_PADDED, fraction=0.5)
     job, other = Job(spec), Job(spec._replace(seed=2))
     job.train(2)
-    directory = place(context, written_later_name(kind, forms))
+    directory = place(context, written_later_name(kind, forms, elsewhere=elsewhere))
     request = start_saving(job, directory, kind)
+    if elsewhere:
+        request = as_received(request)
     saved = job.snapshot()
     job.train(2)
     request.execute_sync()
@@ -110,12 +126,44 @@ def _written_later(context: Context, kind: str, forms: str) -> dict[str, Any]:
     return {"saved": saved, "meanwhile": job.snapshot(), "loaded": other.snapshot()}
 
 
-for _kind, _forms in WRITTEN_LATER:
+for _kind, _forms, _elsewhere in WRITTEN_LATER:
     scenario(
-        written_later_name(_kind, _forms),
-        lambda context, kind=_kind, forms=_forms: _written_later(context, kind, forms),
+        written_later_name(_kind, _forms, elsewhere=_elsewhere),
+        lambda context, kind=_kind, forms=_forms, elsewhere=_elsewhere: _written_later(
+            context, kind, forms, elsewhere=elsewhere
+        ),
         phases=(Phase.TWO_RANKS,),
     )
+
+
+# -- what a writer copies ----------------------------------------------------------------------------------------
+
+
+def copies_name(forms: str) -> str:
+    return f"copies of state, {forms}"
+
+
+def _copies(context: Context, forms: str) -> dict[str, int]:
+    """Bytes of state that lie in host memory as the checkpoint has them, and how many are written from there."""
+    job = Job(JobSpec(forms=FORMS[forms], layout=_PADDED))
+    job.train(1)
+    directory = place(context, copies_name(forms))
+    live = {
+        value.data_ptr(): value.nbytes
+        for shard in job.shards()
+        for key, value in shard.inner.state[shard.param].items()
+        if value.dtype == torch.float32
+    }
+    counts = {"live": sum(live.values())}
+    for when, start in (("sync", save), ("async", start_saving)):
+        with handed_to_writer() as tensors:
+            start(job, directory / when, "dp_reshardable")
+        counts[when] = sum(live.get(tensor.data_ptr(), 0) for tensor in tensors)
+    return counts
+
+
+for _forms in FORMS:
+    scenario(copies_name(_forms), lambda context, forms=_forms: _copies(context, forms), (Phase.TWO_RANKS,))
 
 
 # -- other numbers of ranks --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch
 from checkpoints import FORMATS, load, save
 from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, te_branches
 from registry import Context, Phase, scenario
-from scenarios_checkpoint import place
+from scenarios_checkpoint import BEFORE, place
 from scenarios_training import FORMS
 
 _LAYOUT = Layout(bucket_size=SEVERAL_BUCKETS, overlap_grad_reduce=True)
@@ -61,7 +61,7 @@ def _transfer(context: Context, case: Transfer) -> dict[str, Any]:
         # With several padded buckets, Megatron itself loses state of others in the fully_reshardable format.
         layout = Layout() if case.kind == "fully_reshardable" and case.writer != "ours" else _LAYOUT
         writer = Job(JobSpec(case.writer, FORMS[case.writer_forms], layout))
-        writer.train(3)
+        writer.train(BEFORE)
         save(writer, place(context, case.name), case.kind)
         reader = Job(JobSpec(case.reader, FORMS[case.reader_forms], layout, seed=2))
         before = reader.snapshot()
@@ -95,7 +95,7 @@ def written_name(kind: str, forms: str) -> str:
 def _written(context: Context, kind: str, forms: str) -> dict[str, Any]:
     """The state of whole parameters as it is, and as a file has it that nobody but torch has read."""
     job = Job(JobSpec(forms=FORMS[forms], layout=_LAYOUT))
-    job.train(3)
+    job.train(BEFORE)
     directory = place(context, written_name(kind, forms))
     save(job, directory, kind)
     if kind == "legacy":

@@ -200,8 +200,8 @@ REFUSED_CONFIGS: dict[str, dict[str, Any]] = {
     "fraction above 1": {"optimizer_offload_fraction": 1.1},
     "fraction not a number": {"optimizer_offload_fraction": float("nan")},
     "CUDA graph": {"optimizer_cuda_graph": True},
-    "moments in 8 bits": {"exp_avg_dtype": torch.uint8},
-    "second moments in 8 bits": {"exp_avg_sq_dtype": torch.uint8},
+    "moments in fp64": {"exp_avg_dtype": torch.float64},
+    "second moments in fp64": {"exp_avg_sq_dtype": torch.float64},
     "masters in bf16": {"main_params_dtype": torch.bfloat16},
 }
 
@@ -230,7 +230,28 @@ def _refused_configs(context: Context) -> dict[str, dict[str, str]]:
     return results
 
 
-REFUSED_BUILDS = ("offload_optimizer_states", "chunked_optimizer_state_offload", "use_megatron_fsdp", "qk_clip")
+OTHER_OFFLOADERS = ("offload_optimizer_states", "chunked_optimizer_state_offload")
+
+
+def _refused_offloaders(context: Context) -> dict[str, dict[str, str]]:
+    """As for configurations; only Megatron's development branch has the fields, so the class gets them."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    results = {}
+    model = build_model(JobSpec())
+    with fom.installed():
+        for name in OTHER_OFFLOADERS:
+            config = optimizer_config(JobSpec())
+            setattr(OptimizerConfig, name, True)
+            try:
+                made = _message(optimizer_config, JobSpec())
+                results[name] = {"made": made, "built": _message(get_megatron_optimizer, config, [model])}
+            finally:
+                delattr(OptimizerConfig, name)
+    return results
+
+
+REFUSED_BUILDS = ("use_megatron_fsdp", "FullyShardedDataParallelV2", "qk_clip")
 
 
 def _refused_builds(context: Context) -> dict[str, str]:
@@ -239,21 +260,20 @@ def _refused_builds(context: Context) -> dict[str, str]:
     results = {}
     model = build_model(JobSpec())
     with fom.installed():
+        build = package._get_megatron_optimizer_based_on_param_groups
         for name in REFUSED_BUILDS:
-            config = optimizer_config(JobSpec())
-            owner = {"use_megatron_fsdp": model.ddp_config, "qk_clip": model.config}.get(name, config)
-            missing = not hasattr(owner, name)
-            setattr(owner, name, getattr(owner, name, None))
-            with replaced((owner, name, True)):
-                results[name] = _message(
-                    package._get_megatron_optimizer_based_on_param_groups, config, [model], [{"params": []}]
-                )
-            if missing:
-                delattr(owner, name)
+            config, chunk = optimizer_config(JobSpec()), model
+            if name == "FullyShardedDataParallelV2":
+                chunk, change = type(name, (), {})(), ()
+            else:
+                change = (({"use_megatron_fsdp": model.ddp_config}.get(name, model.config), name, True),)
+            with replaced(*change):
+                results[name] = _message(build, config, [chunk], [{"params": []}])
     return results
 
 
 scenario("refused configurations", _refused_configs, _ONE)
+scenario("refused offloaders", _refused_offloaders, _ONE)
 scenario("refused builds", _refused_builds, _ONE)
 scenario("refused arguments", lambda context: [_message(fom.install, None, "fast"), fom.is_installed()], _ONE)
 
@@ -263,12 +283,13 @@ scenario("refused arguments", lambda context: [_message(fom.install, None, "fast
 
 def _said(context: Context) -> dict[str, Any]:
     results = {}
-    for name, fraction, layout in (
-        ("all", 1.0, "one bucket"),
-        ("nothing", 0.0, "one bucket"),
-        ("experts", 0.5, "dense and experts"),
+    for name, fraction, layout, forms, config in (
+        ("all", 1.0, "one bucket", "remainders", ()),
+        ("nothing", 0.0, "one bucket", "remainders", ()),
+        ("experts", 0.5, "dense and experts", "remainders", ()),
+        ("default mode", 1.0, "one bucket", "fp32", (("use_precision_aware_optimizer", False),)),
     ):
-        spec = JobSpec(forms=FORMS["remainders"], fraction=fraction, layout=LAYOUTS[layout])
+        spec = JobSpec(forms=FORMS[forms], fraction=fraction, layout=LAYOUTS[layout], config=config)
         output = io.StringIO()
         with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(output), fom.installed():
             warnings.simplefilter("always")

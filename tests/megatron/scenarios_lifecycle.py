@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from job import SEVERAL_BUCKETS, Job, JobSpec, Layout
+from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, build_model, build_optimizer, replaced
 from registry import Context, Phase, scenario
 from scenarios_training import FORMS, LAYOUTS, SMALL_CHUNK
 from walkers import BEFORE_STATE, HARMLESS, slime_resets_state
@@ -151,7 +152,11 @@ def _names_of_hybrid(context: Context) -> dict[str, Any]:
         inner.dummy_step()
         inner.move_new_state_to_right_device()
         inner._sync_hdo_state_to_sub_optimizers()
+    emptied: list[int] = []
+    with replaced((torch.cuda, "empty_cache", lambda: emptied.append(1))):
+        job.optimizer.offload_to_cpu()
     return {
+        "caches emptied": len(emptied),
         "lists": [(i.sub_optimizers, i.inner_param_to_orig_param, i.gpu_params_map_cpu_copy) for i in job.inners],
         "defaults": [dict(inner.defaults) for inner in job.inners],
         "allocated": allocated,
@@ -165,3 +170,24 @@ def _names_of_hybrid(context: Context) -> dict[str, Any]:
 
 
 scenario("names of HybridDeviceOptimizer", _names_of_hybrid, _TWO)
+
+
+def _built_anew(context: Context) -> list[list[int]]:
+    """How often the model's methods are wrapped, after each of three optimizers that take turns."""
+    spec = JobSpec(layout=LAYOUTS["all overlapped"], window_bytes=60000)
+    model = build_model(spec)
+    depths = []
+    for _ in range(3):
+        optimizer = build_optimizer(spec, model)
+        methods = [model.finish_grad_sync, *(group.start_grad_sync for group in model.bucket_groups)]
+        depths.append([_depth(method) for method in methods])
+        del optimizer
+        gc.collect()
+    return depths
+
+
+def _depth(method: Any) -> int:
+    return 1 + _depth(method.__wrapped__) if hasattr(method, "__wrapped__") else 0
+
+
+scenario("optimizers take turns", _built_anew, _TWO)

@@ -11,11 +11,14 @@ import contextlib
 import functools
 import queue
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 _CPU = torch.device("cpu")
+_WATCHED = torch.device("cpu", 0)
+"""The same device, told apart from what is asked for on the CPU."""
 _TAKING_A_DEVICE = {
     torch: (
         *("tensor", "as_tensor", "arange", "empty", "zeros", "ones", "full", "rand", "randn", "randint"),
@@ -44,16 +47,40 @@ def _is_cuda(device: Any) -> bool:
     )
 
 
+_watchers: list[list[int]] = []
+
+
+def _placed(tensor: torch.Tensor) -> torch.Tensor:
+    for sizes in _watchers:
+        sizes.append(tensor.nbytes)
+    return tensor
+
+
 def _on_cpu(function: Any) -> Any:
     """Puts on the CPU what is asked for on a GPU by the keyword ``device``."""
 
     @functools.wraps(function)
     def on_cpu(*args: Any, **kwargs: Any) -> Any:
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        return function(*args, **kwargs)
+        device = kwargs.get("device")
+        if not _is_cuda(device) and device != _WATCHED:
+            return function(*args, **kwargs)
+        kwargs["device"] = _CPU
+        return _placed(function(*args, **kwargs))
 
     return on_cpu
+
+
+@contextlib.contextmanager
+def placed_on_gpu() -> Iterator[list[int]]:
+    """Collects the bytes of all tensors that a GPU would get meanwhile."""
+    sizes: list[int] = []
+    current_device, torch.cuda.current_device = torch.cuda.current_device, lambda: _WATCHED
+    _watchers.append(sizes)
+    try:
+        yield sizes
+    finally:
+        _watchers.remove(sizes)
+        torch.cuda.current_device = current_device
 
 
 class _Stream:
@@ -125,7 +152,7 @@ def install() -> None:
     torch.Tensor.type = lambda self, *args, **kwargs: (
         cast(self, *args, **kwargs) if args or kwargs else f"torch.cuda.{_TYPE_NAMES[self.dtype]}Tensor"
     )
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.cuda = lambda self, *args, **kwargs: _placed(self)
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
     torch.Tensor.record_stream = lambda self, stream: None
     torch.compile = _do_not_compile

@@ -12,9 +12,11 @@ from scenarios_checkpoint import (
     RESUMES,
     WRITTEN_LATER,
     Resume,
+    copies_name,
     resharded_name,
     written_later_name,
 )
+from scenarios_training import FORMS
 
 WORLDS = pytest.mark.parametrize("phase", BOTH_WORLDS, ids=lambda phase: phase.value)
 RUNS = [pytest.param(case, phase, id=f"{case.name}-{phase.value}") for case in RESUMES for phase in case.phases]
@@ -36,6 +38,14 @@ def test_resumed_training_has_the_bits_of_the_uninterrupted_one(results: Results
 
 
 @CASES
+def test_loading_puts_less_than_the_state_of_one_parameter_on_the_gpu(
+    results: Results, case: Resume, phase: Phase
+) -> None:
+    for run in results.ranks(case.name, phase):
+        assert run["placed on the GPU"] < 1000
+
+
+@CASES
 def test_step_counts_survive_in_all_groups(results: Results, case: Resume, phase: Phase) -> None:
     for run in results.ranks(case.name, phase):
         steps = run["loaded"]["steps"]
@@ -52,18 +62,29 @@ def test_saving_changes_nothing(results: Results, case: Resume, phase: Phase) ->
 
 
 @WORLDS
-def test_a_bucket_before_the_last_one_has_padding(results: Results, phase: Phase) -> None:
+def test_buckets_before_the_last_one_have_padding(results: Results, phase: Phase) -> None:
     case = next(case for case in RESUMES if (case.kind, case.layout) == ("fully_reshardable", "all overlapped"))
     for run in results.ranks(case.name, phase):
-        assert any(padded > unpadded for padded, unpadded in run["buckets"][:-1])
+        assert sum(padded > unpadded for padded, unpadded in run["buckets"][:-1]) > 1
 
 
-@pytest.mark.parametrize(("kind", "forms"), WRITTEN_LATER)
-def test_what_is_written_later_is_the_state_at_the_save(results: Results, kind: str, forms: str) -> None:
-    for rank, run in enumerate(results.ranks(written_later_name(kind, forms), Phase.TWO_RANKS)):
+@pytest.mark.parametrize(("kind", "forms", "elsewhere"), WRITTEN_LATER)
+def test_what_is_written_later_is_the_state_at_the_save(
+    results: Results, kind: str, forms: str, elsewhere: bool
+) -> None:
+    name = written_later_name(kind, forms, elsewhere=elsewhere)
+    for rank, run in enumerate(results.ranks(name, Phase.TWO_RANKS)):
         assert_same(run["loaded"], run["saved"], f"rank {rank}")
         for name, shard in run["meanwhile"]["state"].items():
             assert not torch.equal(shard.values["exp_avg"], run["saved"]["state"][name].values["exp_avg"])
+
+
+@pytest.mark.parametrize("forms", FORMS)
+def test_only_an_asynchronous_save_copies_state(results: Results, forms: str) -> None:
+    for run in results.ranks(copies_name(forms), Phase.TWO_RANKS):
+        assert (run["live"] > 0) == (forms != "remainders, bf16 moments")
+        assert run["sync"] == run["live"]
+        assert run["async"] == 0
 
 
 @pytest.mark.parametrize(("kind", "forms"), RESHARDED)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from comparison import assert_same, whole_state
 from registry import Phase, Results
+from scenarios_checkpoint import BEFORE
 from scenarios_foreign import FROM_REMAINDERS, TRANSFERS, WRITTEN_FORMS, Transfer, written_name
 
 ALL = pytest.mark.parametrize("case", TRANSFERS, ids=lambda case: case.name)
@@ -55,7 +56,7 @@ def test_groups_hold_plain_values_and_the_step(results: Results, case: Transfer)
     for run in results.ranks(case.name, Phase.TWO_RANKS):
         for group in run["groups"]:
             assert type(group["step"]) is int
-            assert group["step"] == 3
+            assert group["step"] == BEFORE
             assert {key: value for key, value in group.items() if not isinstance(value, PLAIN)} == {}
             assert not {"offload_fraction", "pin_cpu_grads"} & set(group)
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from comparison import assert_same
 from registry import Phase, Results
-from scenarios_install import MISSING, REFUSED_BUILDS, REFUSED_CONFIGS
+from scenarios_install import MISSING, OTHER_OFFLOADERS, REFUSED_BUILDS, REFUSED_CONFIGS
 
 PACKAGE = "megatron.core.optimizer"
 HYBRID = f"{PACKAGE}.cpu_offloading.hybrid_optimizer"
@@ -83,11 +83,18 @@ def test_a_configuration_that_cannot_be_served_is_refused(results: Results, name
         assert re.match(r"(ValueError|RuntimeError): ", messages[when]), when
 
 
+@pytest.mark.parametrize("name", OTHER_OFFLOADERS)
+def test_another_offloader_beside_this_one_is_refused(results: Results, name: str) -> None:
+    messages = results.ranks("refused offloaders", Phase.ONE_RANK)[0][name]
+    for when in ("made", "built"):
+        assert re.match(rf"ValueError: {name} .* Leave {name} out", messages[when]), when
+
+
 @pytest.mark.parametrize("name", REFUSED_BUILDS)
 def test_what_cannot_go_together_is_refused_when_the_optimizer_is_built(results: Results, name: str) -> None:
     message = results.ranks("refused builds", Phase.ONE_RANK)[0][name]
     assert message.startswith("ValueError: ")
-    assert {"use_megatron_fsdp": "Megatron-FSDP"}.get(name, name) in message
+    assert {"qk_clip": "qk_clip"}.get(name, "Megatron-FSDP") in message
     assert re.search("Leave|Use", message)
 
 
@@ -104,6 +111,14 @@ def test_the_first_rank_says_once_which_class_is_active(results: Results, what: 
         assert name in first[what]["printed"]
     assert first[what]["printed"].count("FusedOffloadAdam") == 1
     assert second[what]["printed"] == ""
+
+
+def test_the_message_says_which_flag_moves_masters_that_megatron_keeps(results: Results) -> None:
+    first, second = results.ranks("what is said", Phase.TWO_RANKS)
+    (line,) = re.findall(".*master weights on the GPU.*", first["default mode"]["printed"])
+    assert "--use-precision-aware-optimizer" in line
+    assert "--use-precision-aware-optimizer" not in first["all"]["printed"]
+    assert second["default mode"]["printed"] == ""
 
 
 def test_the_message_names_the_bytes_of_dense_and_expert_parameters(results: Results) -> None:

@@ -84,3 +84,14 @@ def test_defaults_hold_only_what_a_group_may_hold_and_the_options(results: Resul
     for run in _runs(results):
         for defaults in run["defaults"]:
             assert set(defaults) - {"options"} == {"lr", "bias_correction", "betas", "eps", "weight_decay"}
+
+
+def test_an_optimizer_that_is_built_anew_wraps_no_wrappers(results: Results) -> None:
+    for first, *others in results.ranks("optimizers take turns", Phase.TWO_RANKS):
+        assert set(first) == {1}
+        assert others == [first, first]
+
+
+def test_offloading_gives_freed_memory_to_other_processes(results: Results) -> None:
+    for run in _runs(results):
+        assert run["caches emptied"] == len(run["lists"])

@@ -9,10 +9,10 @@ from registry import BOTH_WORLDS, Phase, Results
 from scenarios_training import CASES, ITERATIONS, STOCK_LAYOUTS, Case
 
 WORLDS = pytest.mark.parametrize("phase", BOTH_WORLDS, ids=lambda phase: phase.value)
+RUNS = [pytest.param(case, phase, id=f"{case.name}-{phase.value}") for case in CASES for phase in case.phases]
 
 
-@WORLDS
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "phase"), RUNS)
 def test_training_has_the_bits_of_the_reference(results: Results, case: Case, phase: Phase) -> None:
     ours, reference = results.ranks(case.name, phase), results.ranks(case.reference_name, phase)
     assert len(ours[0]["log"]) == ITERATIONS
@@ -29,8 +29,7 @@ def test_both_ranks_have_the_same_weights(results: Results, case: Case) -> None:
     assert_same(first["weights"], second["weights"], "weights")
 
 
-@WORLDS
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(("case", "phase"), RUNS)
 def test_all_groups_of_all_optimizers_count_the_same_steps(results: Results, case: Case, phase: Phase) -> None:
     for run in results.ranks(case.name, phase):
         assert run["steps"]

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import os
+import pickle
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -14,7 +17,7 @@ from pathlib import Path
 import registry
 import stand_in
 import torch
-from registry import Context, Outcome, Phase
+from registry import Context, Phase
 
 MODULES = (
     "scenarios_install",
@@ -43,16 +46,15 @@ class Worker:
         for phase in Phase:
             self._meet(f"start of {phase.value}", ok=True)
             for number, scenario in registry.scenarios_of(phase, self._process, self._selected):
-                outcome = self._run(scenario)
-                torch.save(tuple(outcome), self._directory / f"{number}.{self._process}.outcome")
-                ok = outcome.error is None
+                ok = self._run(scenario, self._directory / f"{number}.{self._process}")
                 if not ok:
                     _leave_groups()  # also lets a rank go on that waits for this one
                 if not phase.alone and not self._meet(f"end of {number}", ok=ok):
                     _leave_groups()
             _leave_groups()
 
-    def _run(self, scenario: registry.Scenario) -> Outcome:
+    def _run(self, scenario: registry.Scenario, path: Path) -> bool:
+        """Leaves the outcome in files; whether there was no error."""
         started, value, error = time.monotonic(), None, None
         try:
             if scenario.phase is not Phase.BEFORE_IMPORT:
@@ -60,7 +62,11 @@ class Worker:
             value = scenario.function(Context(self._directory, scenario.phase))
         except Exception:
             error = traceback.format_exc()
-        return Outcome(scenario.name, scenario.phase, self._process, value, error, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        torch.save(value, path.with_suffix(path.suffix + ".value"))
+        outcome = (scenario.name, scenario.phase, self._process, error, seconds)
+        path.with_suffix(path.suffix + ".outcome").write_bytes(pickle.dumps(outcome))
+        return error is None
 
     def _join_groups(self, phase: Phase) -> None:
         if torch.distributed.is_initialized():
@@ -69,6 +75,8 @@ class Worker:
 
         if self._groups_made == 0:
             stand_in.install_in_megatron()
+            gc.collect()
+            gc.freeze()  # checkpoints collect garbage, which takes long beside all that was imported
         self._groups_made += 1
         world = f"{phase.name}.{self._process if phase.alone else 'both'}.{self._groups_made}"
         ranks = 1 if phase.alone else 2
@@ -97,7 +105,20 @@ def _leave_groups() -> None:
         torch.distributed.destroy_process_group()
 
 
+def _end_with_parent() -> None:
+    """Nobody looks at the outcomes after whoever started this process has ended."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main() -> None:
+    _end_with_parent()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     stand_in.install()
