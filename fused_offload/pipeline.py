@@ -18,8 +18,8 @@ holds across steps and across optimizers that share the ring.
 [Note: next step reads what this one wrote] Before state is copied to the device, the H2D stream waits for the last
 write-back of that state, and of no other: a block of the window that was written back as one has an event of its own,
 everything else was written back when the last streamed chunk was, since the D2H stream is in order. Zero-copy kernels
-wait likewise on the stream that they run on, and the D2H stream waits for them, so that the same events stand for what
-they wrote.
+wait for blocks on the stream that they run on, and the D2H stream waits for them, so that the same events stand for
+what they wrote.
 
 [Note: window last] Blocks of the window are written back behind all streamed chunks. Their copies have a whole forward
 pass to hide under; in front of the streamed chunks' they would hold up slots, and with them the step.
@@ -623,7 +623,7 @@ class Pipeline:
             partial(step.launch, index, 0) for index, kind in enumerate(plan.kinds) if kind.max_programs is not None
         ]
         if in_host_memory:
-            written_back = launch_in_host_memory(in_host_memory, ops, previous)
+            written_back = launch_in_host_memory(in_host_memory, ops, self._write_backs.of_host_memory(self._window))
         for index, kind in enumerate(plan.kinds):
             if kind.extent.layout.resident:
                 step.launch(index, 0)

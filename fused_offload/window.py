@@ -70,6 +70,7 @@ class WriteBacks:
         self.last: Any = None
         self._streamed: Any = None  # of everything that has no event of its own
         self._of_block: dict[Hashable, Any] = {}
+        self._some_block_was_written = False
         self._before_parts: list[Any] | None = None
 
     def in_parts(self, open_: bool) -> None:
@@ -95,6 +96,14 @@ class WriteBacks:
         events = [self._streamed, *(event for block, event in self._of_block.items() if block not in window)]
         return [event for event in events if event is not None]
 
+    def of_host_memory(self, window: Collection[Hashable]) -> list[Any]:
+        """What to wait for before kernels work on host memory that is not in the window.
+
+        Only blocks are ever copied there: an extent's transport does not change from step to step. So nothing without a
+        window, and a kernel is not held up by write-backs of other extents.
+        """
+        return self.of_streamed(window) if self._some_block_was_written else []
+
     def note_streamed(self, event: Any, window: Collection[Hashable]) -> None:
         """Takes down the last write-back of a step's streamed chunks.
 
@@ -109,6 +118,7 @@ class WriteBacks:
     def note_block(self, block: Hashable, event: Any) -> None:
         """Takes down the write-back of a block."""
         self._of_block[block] = self.last = event
+        self._some_block_was_written = True
 
 
 class Cut(NamedTuple):
