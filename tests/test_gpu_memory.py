@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -287,3 +289,39 @@ def test_nothing_is_reserved_where_nothing_streams() -> None:
     optimizer = FusedOffloadAdam(params, offload=OffloadConfig(fraction=0.0))
     optimizer.reserve_gpu_memory()
     assert optimizer.memory_report().ring_bytes == 0
+
+
+EIGHT_AT_ONCE = """
+import sys, time
+import torch
+from fused_offload.pinned import PinnedSlab
+torch.cuda.init()
+print("ready", flush=True)
+sys.stdin.readline()
+start = time.perf_counter()
+slabs = [PinnedSlab(256 * 2**20, pin=True) for _ in range(2)]
+seconds = time.perf_counter() - start
+mirror = torch.empty(2**20, dtype=torch.uint8, device="cuda")
+for slab in slabs:
+    slab.bytes[-(2**20):].fill_(7)
+    mirror.copy_(slab.bytes[-(2**20):], non_blocking=True)
+    assert slab.pinned and bool((mirror == 7).all())
+    slab.close()
+print(seconds, flush=True)
+"""
+
+
+def test_eight_processes_page_lock_at_once() -> None:
+    """As the ranks of a node do when they take their first step."""
+    command = [sys.executable, "-c", EIGHT_AT_ONCE]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    processes = [subprocess.Popen(command, **pipes) for _ in range(8)]  # type: ignore[call-overload]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n", process.communicate()[1]
+    for process in processes:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        out, error = process.communicate(timeout=120)
+        assert process.returncode == 0, error
+        assert float(out) < 60, f"page-locking 0.5 GB took {out} s"
