@@ -360,12 +360,14 @@ TRAIN_WITH_BRIDGE = dedent(
     config.optimizer_offload_fraction = 1.0  # as an override does
     config.offload_chunk_bytes = 4096
     config.offload_window_bytes = "auto"
+    config.offload_transport = "copy"
     found, run = train(lambda model: provide_as_bridge_does(config, model))
     assert found == expected, (found, expected)
     [inner] = run.inners
     assert type(inner).__name__ == "HybridPlaceAdam", type(inner)
     assert inner.offload.fraction == 1.0 and inner.offload.chunk_bytes == 4096
     assert inner.offload.window_bytes == "auto" and inner.is_attached
+    assert inner.offload.transport == "copy"
     assert inner.numerics == "ieee"
 
     # What Bridge asks after a load: without this, weights from a checkpoint could be overwritten.
@@ -375,6 +377,7 @@ TRAIN_WITH_BRIDGE = dedent(
     for field, wrong, named in (
         ("optimizer_offload_fraction", 1.5, "optimizer_offload_fraction"),
         ("offload_window_bytes", -1, "window_bytes"),
+        ("offload_transport", "fast", "transport"),
         ("optimizer", "dist_muon", "dist_muon"),
     ):
         config = FusedOffloadOptimizerConfig.from_config(recipe())

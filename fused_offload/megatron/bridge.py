@@ -39,6 +39,7 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
         use_precision_aware_optimizer: Megatron's flag, on: the master weights are part of the state that moves.
         offload_chunk_bytes: see ``chunk_bytes`` of `OffloadConfig`.
         offload_depth: see ``depth`` of `OffloadConfig`.
+        offload_transport: see ``transport`` of `OffloadConfig`.
         offload_window_bytes: see ``window_bytes`` of `OffloadConfig`: bytes, or ``"auto"``.
         offload_numerics: see ``numerics`` of `install`.
     """
@@ -48,6 +49,7 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
     use_precision_aware_optimizer: bool = True
     offload_chunk_bytes: int | Literal["auto"] = OffloadConfig.chunk_bytes
     offload_depth: int | Literal["auto"] = OffloadConfig.depth
+    offload_transport: Literal["auto", "copy", "zero_copy"] = OffloadConfig.transport
     offload_window_bytes: int | Literal["auto"] = OffloadConfig.window_bytes
     offload_numerics: str | None = None
 
@@ -115,6 +117,9 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
                 "or keep the recipe's own configuration."
             )
         offload = OffloadConfig(
-            chunk_bytes=self.offload_chunk_bytes, depth=self.offload_depth, window_bytes=self.offload_window_bytes
+            chunk_bytes=self.offload_chunk_bytes,
+            depth=self.offload_depth,
+            transport=self.offload_transport,
+            window_bytes=self.offload_window_bytes,
         )
         install(offload, self.offload_numerics)
