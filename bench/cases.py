@@ -9,7 +9,17 @@ from typing import Any
 
 import torch
 
-from fused_offload.kernels.forms import BF16, FP16, FP16_NONZERO, FP32, REMAINDER, Form
+from fused_offload.kernels.forms import (
+    BF16,
+    BF16_STOCHASTIC,
+    FP16,
+    FP16_NONZERO,
+    FP32,
+    LOG8,
+    REMAINDER,
+    ROOT8,
+    Form,
+)
 from fused_offload.plan import align
 
 LR = 1e-3
@@ -46,6 +56,7 @@ class StoredForm:
             "store_param_remainders": self.master_param is REMAINDER,
             "exp_avg_dtype": self.exp_avg.dtype,
             "exp_avg_sq_dtype": self.exp_avg_sq.dtype,
+            **({"stochastic_rounding": True} if self.exp_avg is BF16_STOCHASTIC else {}),
         }
 
     def state_bytes(self, numel: int, tensors: int = 1) -> int:
@@ -65,8 +76,12 @@ FORM_10B = StoredForm("10B", FP32, FP32, REMAINDER)
 FORM_6B = StoredForm("6B", BF16, BF16, REMAINDER)
 FORM_6B_FP16 = StoredForm("6B-fp16", FP16, FP16_NONZERO, REMAINDER)
 
-STEP_FORMS = (FORM_12B, FORM_10B, FORM_6B)
-KERNEL_FORMS = (*STEP_FORMS, FORM_6B_FP16)
+FORM_6B_STOCHASTIC = StoredForm("6B-stochastic", BF16_STOCHASTIC, BF16_STOCHASTIC, REMAINDER)
+FORM_4B = StoredForm("4B", ROOT8, LOG8, REMAINDER)
+
+STEP_FORMS = (FORM_12B, FORM_10B, FORM_6B, FORM_4B)
+KERNEL_FORMS = (*STEP_FORMS, FORM_6B_FP16, FORM_6B_STOCHASTIC)
+TE_FORMS = (FORM_12B, FORM_10B, FORM_6B)
 
 
 def make_params(

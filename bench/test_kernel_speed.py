@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import KERNEL_FORMS, LR, STEP_FORMS, WEIGHT_DECAY, StoredForm, Watch, make_params
+from cases import KERNEL_FORMS, LR, TE_FORMS, WEIGHT_DECAY, StoredForm, Watch, make_params
 from clock import measure, synchronize
 from peers import te_fused_adam
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -16,7 +16,7 @@ from rows import Rows, make_row
 from scale import Scale
 
 from fused_offload.kernels import adam
-from fused_offload.kernels.forms import SCALE_BLOCK, Form, Stored
+from fused_offload.kernels.forms import SCALE_BLOCK, Form, Stored, rounding_counter
 from fused_offload.kernels.reference import AdamState, adam_scalars
 from fused_offload.plan import align
 
@@ -68,7 +68,8 @@ def address_table(params: list[torch.nn.Parameter], device: torch.device) -> tup
     for index, param in enumerate(params):
         start = index * align(param.numel())
         assert param.grad is not None
-        table.append((program, param.data_ptr(), param.grad.data_ptr(), start, param.numel()))
+        counter = rounding_counter(index, 0)
+        table.append((program, param.data_ptr(), param.grad.data_ptr(), start, param.numel(), counter))
         program += adam.programs_of(param.numel())
     return torch.tensor(table, dtype=torch.int64, device=device), program
 
@@ -131,7 +132,7 @@ def test_torch_fused_adamw(benchmark: BenchmarkFixture, scale: Scale, rows: Rows
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", STEP_FORMS, ids=str)
+@pytest.mark.parametrize("form", TE_FORMS, ids=str)
 def test_te_fused_adam(
     form: StoredForm, benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device
 ) -> None:

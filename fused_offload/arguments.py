@@ -9,11 +9,27 @@ from typing import Any
 
 import torch
 
-from .kernels.forms import BF16, FP16, FP16_NONZERO, FP32, Form
+from .kernels.forms import BF16, BF16_STOCHASTIC, FP16, FP16_NONZERO, FP32, LOG8, ROOT8, Form
 
 MASTER_FORMS = {torch.float32: FP32, torch.float16: FP16}
-EXP_AVG_FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
-EXP_AVG_SQ_FORMS: dict[torch.dtype, Form] = {**EXP_AVG_FORMS, torch.float16: FP16_NONZERO}
+EXP_AVG_FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16, torch.uint8: ROOT8}
+EXP_AVG_SQ_FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16_NONZERO, torch.uint8: LOG8}
+
+
+def moment_forms(
+    exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, *, stochastic_rounding: bool
+) -> dict[str, Form]:
+    """Stored form of both moments.
+
+    Args:
+        exp_avg_dtype: dtype of the first moment.
+        exp_avg_sq_dtype: dtype of the second moment.
+        stochastic_rounding: whether bfloat16 is rounded stochastically.
+    """
+    forms = {"exp_avg": EXP_AVG_FORMS[exp_avg_dtype], "exp_avg_sq": EXP_AVG_SQ_FORMS[exp_avg_sq_dtype]}
+    if stochastic_rounding:
+        forms = {key: BF16_STOCHASTIC if form is BF16 else form for key, form in forms.items()}
+    return forms
 
 
 def check_modes(
@@ -42,12 +58,25 @@ def check_modes(
     if master_weights and master_weight_dtype not in MASTER_FORMS:
         raise RuntimeError(f"FusedOffloadAdam only supports fp32/fp16 master weights, but got {master_weight_dtype}.")
     for name, dtype in (("exp_avg_dtype", exp_avg_dtype), ("exp_avg_sq_dtype", exp_avg_sq_dtype)):
-        if dtype == torch.uint8:
-            raise RuntimeError(f"FusedOffloadAdam does not support {name}=torch.uint8 yet; use bf16 or fp16.")
         if dtype not in EXP_AVG_FORMS:
-            raise RuntimeError(f"FusedOffloadAdam only supports fp32/fp16/bf16 {name}, but got {dtype}.")
+            raise RuntimeError(f"FusedOffloadAdam only supports fp32/fp16/bf16/uint8 {name}, but got {dtype}.")
     if numerics not in ("ieee", "te"):
         raise ValueError(f"Invalid numerics: {numerics!r}, it should be 'ieee' or 'te'")
+
+
+def check_rounding(stochastic_rounding: Any, rounding_seed: Any) -> None:
+    """Raises for what is no switch and no seed.
+
+    Raises:
+        TypeError: for another type.
+        ValueError: for a seed out of range.
+    """
+    if not isinstance(stochastic_rounding, bool):
+        raise TypeError(f"Invalid stochastic_rounding: {stochastic_rounding!r}, it should be a bool")
+    if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, int):
+        raise TypeError(f"Invalid rounding_seed: {rounding_seed!r}, it should be an integer")
+    if not 0 <= rounding_seed < 2**31:
+        raise ValueError(f"Invalid rounding_seed: {rounding_seed}, it should be in [0, 2**31)")
 
 
 _INSTEAD = {

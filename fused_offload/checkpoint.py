@@ -26,6 +26,8 @@ _REQUIRED = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 
 def _exported(entry: StateEntry, key: str) -> torch.Tensor:
     view = entry.peek(key)
+    if entry.extent is None and view.dtype == torch.uint8:
+        return entry.outside(key, view.float())
     if entry.extent is None or not entry.form(key).scaled:
         entry.note_read(key)
         return entry.outside(key, view)

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from .config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, OffloadConfig
 from .tuning.sizes import MEGATRON_SIZES
-from .tuning.terms import DEFAULT_LINK_GBPS, DEFAULT_TUNING_SECONDS, DTYPES, MASTERS
+from .tuning.terms import DEFAULT_LINK_GBPS, DEFAULT_TUNING_SECONDS, DTYPES, MASTERS, MOMENT_DTYPES
 
 _PLAN_EXAMPLES = """\
 GB = 1e9 bytes, MiB = 2^20 bytes. Examples:
@@ -116,7 +116,7 @@ def _add_plan(commands: Any) -> None:
     forms.add_argument("--param-dtype", choices=DTYPES, default="bf16")
     forms.add_argument("--grad-dtype", choices=DTYPES, default="bf16")
     forms.add_argument("--master", choices=MASTERS, help="default: fp32, and none for fp32 parameters")
-    forms.add_argument("--moments", choices=DTYPES, default="fp32", help="stored dtype of both moments")
+    forms.add_argument("--moments", choices=MOMENT_DTYPES, default="fp32", help="stored dtype of both moments")
     ranks = plan.add_argument_group("ranks")
     ranks.add_argument("--data-parallel", type=_positive_int, default=1, metavar="N", help="ranks that share the state")
     ranks.add_argument("--model-parallel", type=_positive_int, default=1, metavar="N", help="tensor x pipeline ranks")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from .kernels.forms import rounding_counter
 from .kernels.reference import AdamScalars, adam_step_
 from .plan import Chunk
 from .planner import ChunkKind, StepPlan
@@ -34,4 +35,5 @@ def run_chunk(
             state.narrow(plan.starts[piece.segment] + piece.offset, piece.numel),
             scalars[kind.group],
             grad_scale=grad_scale,
+            counter=rounding_counter(updates.positions[piece.segment], piece.offset),
         )

@@ -11,13 +11,13 @@ import torch
 from . import checkpoint
 from .amp import AmpInputs, amp_inputs
 from .arguments import (
-    EXP_AVG_FORMS,
-    EXP_AVG_SQ_FORMS,
     MASTER_FORMS,
     check_group_options,
     check_hyperparameters,
     check_modes,
     check_numerics,
+    check_rounding,
+    moment_forms,
     refuse_unknown,
 )
 from .attach import Attachment
@@ -60,7 +60,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         capturable: must be False.
         master_weights: keep ``master_param``, the copy of each parameter that updates apply to.
         master_weight_dtype: dtype of the masters, float32 or float16 (block-scaled).
-        exp_avg_dtype: stored dtype of the first moment: float32, bfloat16 or float16 (block-scaled).
+        exp_avg_dtype: stored dtype of the first moment: float32, bfloat16, float16 (block-scaled) or uint8
+            (block-scaled and stochastically rounded, docs/eight_bit.md).
         exp_avg_sq_dtype: stored dtype of the second moment, likewise.
         use_decoupled_grad: read gradients from ``param.decoupled_grad`` instead of ``param.grad``.
         store_param_remainders: keep float32 masters of bfloat16 parameters as 16 bits beside the parameter. Nothing is
@@ -68,6 +69,11 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         set_grad_none: deprecated, use ``zero_grad(set_to_none=...)``.
         numerics: ``"ieee"`` for correctly rounded operations, the same everywhere; ``"te"`` for the bits of
             TransformerEngine's fast-math kernel, on NVIDIA GPUs only.
+        stochastic_rounding: round bfloat16 moments to either neighbour, to the nearer one more often. Rounded to the
+            nearest, an average that moves by less than half of a bfloat16 step stands still, as ``exp_avg_sq`` does
+            with beta2 = 0.999. 8-bit moments are always rounded so.
+        rounding_seed: seed of that rounding, in [0, 2^31). The same seed and steps give the same bits, whatever the
+            chunks; a resumed run goes on with the same numbers.
         offload: what lives in host memory and how it moves.
         **unsupported: none; arguments of ``torch.optim.AdamW`` that do not exist here are refused by name.
 
@@ -99,6 +105,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         store_param_remainders: bool = False,
         set_grad_none: bool | None = None,
         numerics: str = "ieee",
+        stochastic_rounding: bool = False,
+        rounding_seed: int = 0,
         offload: OffloadConfig = OffloadConfig(),  # noqa: B008 - immutable
         **unsupported: Any,
     ) -> None:
@@ -112,6 +120,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             exp_avg_sq_dtype=exp_avg_sq_dtype,
             numerics=numerics,
         )
+        check_rounding(stochastic_rounding, rounding_seed)
         if not isinstance(offload, OffloadConfig):
             raise TypeError(f"offload should be an OffloadConfig, but got {type(offload).__name__}")
         if set_grad_none is not None:
@@ -129,6 +138,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype == torch.float32
         self.set_grad_none = set_grad_none
         self.numerics = numerics
+        self.stochastic_rounding = stochastic_rounding
+        self.rounding_seed = rounding_seed
         self.offload = offload
         self.name_to_dtype_map = {
             "exp_avg": exp_avg_dtype,
@@ -173,10 +184,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         entry = self.state[param] if param in self.state else None
         if entry is not None and entry.extent is not None:
             return entry.extent.layout.forms
-        forms = {
-            "exp_avg": EXP_AVG_FORMS[self.exp_avg_dtype],
-            "exp_avg_sq": EXP_AVG_SQ_FORMS[self.exp_avg_sq_dtype],
-        }
+        forms = moment_forms(self.exp_avg_dtype, self.exp_avg_sq_dtype, stochastic_rounding=self.stochastic_rounding)
         if self.master_weights:
             remainder = self.store_param_remainders and param.dtype == torch.bfloat16
             forms["master_param"] = REMAINDER if remainder else MASTER_FORMS[self.master_weight_dtype]
@@ -364,7 +372,10 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         lines = {key: str(self.name_to_dtype_map[key]) for key in keys}
         if self.store_param_remainders:
             lines["master_param"] += ", as 16-bit remainder beside a torch.bfloat16 parameter"
-        lines |= {"numerics": self.numerics, "offload": repr(self.offload)}
+        lines |= {"numerics": self.numerics}
+        if self.stochastic_rounding:
+            lines["stochastic_rounding"] = f"seed {self.rounding_seed}"
+        lines["offload"] = repr(self.offload)
         return super().__repr__().removesuffix(")") + "".join(f"{key}: {line}\n" for key, line in lines.items()) + ")"
 
     def _grad_of(self, param: torch.Tensor) -> torch.Tensor | None:
@@ -432,7 +443,11 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             check_hyperparameters(group, lr_required=True)
         return StepModes(
-            self.adam_w_mode, self.use_decoupled_grad, self.numerics, bool(self.defaults["bias_correction"])
+            self.adam_w_mode,
+            self.use_decoupled_grad,
+            self.numerics,
+            bool(self.defaults["bias_correction"]),
+            self.rounding_seed,
         )
 
     def _step_part(self, grads: Mapping[int, torch.Tensor], part: int) -> None:

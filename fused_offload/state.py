@@ -155,7 +155,7 @@ class StateEntry(dict[str, torch.Tensor]):
                 distributed._local_tensor = view
             if view.device == home.device and view.data_ptr() == home.data_ptr():
                 continue
-            check_value(self, key, view)
+            check_value(self, key, view, raw=True)
             super().__setitem__(key, home)
             self[key] = view
         self._follow_param()
@@ -312,7 +312,7 @@ class StateEntry(dict[str, torch.Tensor]):
         if not self.bound:
             self._hooks.initialize(self.param)
         value = local_value(self.param, key, value)
-        check_value(self, key, value)
+        check_value(self, key, value, raw=True)
         self._hooks.wait()
         view = self.peek(key)
         if value is not view and not same_memory(value, view):
@@ -336,7 +336,7 @@ class StateEntry(dict[str, torch.Tensor]):
         if keys and not self.bound:
             self._hooks.initialize(self.param)
         for key in keys:
-            check_value(self, key, other.peek(key))
+            check_value(self, key, _unscaled_like(other.peek(key)))
         self._hooks.wait()
         self.reset_moments()
         self.unset_master()
@@ -406,6 +406,11 @@ class StateEntry(dict[str, torch.Tensor]):
     __delitem__ = pop = popitem = clear = _refuse_removal
 
 
+def _unscaled_like(view: torch.Tensor) -> torch.Tensor:
+    """What stands for the values of stored elements where only their shape and kind matter."""
+    return view if view.dtype != torch.uint8 else torch.empty((), dtype=torch.float32, device="cpu").expand(view.shape)
+
+
 def same_memory(value: torch.Tensor, view: torch.Tensor) -> bool:
     """Whether ``value``, shaped like ``view``, is the same elements in the same places."""
     return (
@@ -423,15 +428,24 @@ def _apart_from(value: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
     return value.clone() if shared else value
 
 
-def check_value(entry: StateEntry, key: str, value: Any) -> None:
-    """Raises if ``value`` cannot become ``entry[key]``; see `StateEntry.__setitem__`."""
+def check_value(entry: StateEntry, key: str, value: Any, *, raw: bool = False) -> None:
+    """Raises if ``value`` cannot become ``entry[key]``; see `StateEntry.__setitem__`.
+
+    Args:
+        entry: state of a parameter.
+        key: state key.
+        value: a tensor of this rank's part.
+        raw: whether it may be 8-bit elements for 8-bit elements, which only mean something beside their scales.
+    """
     if key not in entry:
         raise KeyError(f"FusedOffloadAdam keeps {', '.join(entry)} for this parameter; it cannot take {key!r}")
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{key} should be a tensor, but got {type(value).__name__}")
     if value.shape != entry.shape:
         raise ValueError(f"{key} should have shape {tuple(entry.shape)}, but got {tuple(value.shape)}")
-    check_storable(key, entry.peek(key).dtype, value)
+    kept = entry.peek(key).dtype
+    if not (raw and kept == value.dtype == torch.uint8):
+        check_storable(key, kept, value)
 
 
 def check_storable(key: str, kept: torch.dtype, value: torch.Tensor) -> None:

@@ -29,12 +29,14 @@ class StepModes(NamedTuple):
         decoupled_grad: read ``decoupled_grad`` instead of ``grad``.
         numerics: ``"ieee"`` or ``"te"``.
         bias_correction: what groups that do not say so do.
+        rounding_seed: seed of stochastic rounding.
     """
 
     adam_w_mode: bool
     decoupled_grad: bool
     numerics: str
     bias_correction: bool
+    rounding_seed: int
 
 
 class Stepper:
@@ -166,7 +168,7 @@ class Stepper:
         for index in dict.fromkeys(updates.groups):
             group, step = param_groups[index], steps[index]
             corrected = bool(group.get("bias_correction", modes.bias_correction))
-            scalars[index] = _scalars(group, step, corrected=corrected, adam_w_mode=modes.adam_w_mode)
+            scalars[index] = _scalars(group, step, modes, corrected=corrected)
             corrections[index] = step_corrections(group, step, pending, corrected=corrected)
         launched = False
 
@@ -275,7 +277,7 @@ class Stepper:
         self._entries_made_for = (-1, -1)
 
 
-def _scalars(group: dict[str, Any], step: int, *, corrected: bool, adam_w_mode: bool) -> AdamScalars:
+def _scalars(group: dict[str, Any], step: int, modes: StepModes, *, corrected: bool) -> AdamScalars:
     lr = group["lr"]
     if isinstance(lr, torch.Tensor) and lr.device.type == "cpu":
         lr = lr.item()  # only a tensor on the parameters' device can be read by the kernel
@@ -286,5 +288,6 @@ def _scalars(group: dict[str, Any], step: int, *, corrected: bool, adam_w_mode: 
         weight_decay=group["weight_decay"],
         step=step,
         bias_corrected=corrected,
-        adam_w_mode=adam_w_mode,
+        adam_w_mode=modes.adam_w_mode,
+        rounding_seed=modes.rounding_seed,
     )

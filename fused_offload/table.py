@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from .kernels.forms import rounding_counter
 from .plan import Chunk
 from .planner import ChunkKind, StepPlan
 from .updates import Updates
@@ -34,7 +35,7 @@ class AddressTable:
 
     Attributes:
         chunks: rows of each chunk.
-        rows: ``[rows, 5]`` int64, see `kernels.adam.TABLE_COLUMNS`.
+        rows: ``[rows, 6]`` int64, see `kernels.adam.TABLE_COLUMNS`.
         version: version of the updates whose addresses it holds.
     """
 
@@ -46,11 +47,11 @@ class AddressTable:
         Args:
             plan: plan that the chunks are from.
             chunks: chunks of one device.
-            updates: what the plan was made for; only dtypes are kept.
+            updates: what the plan was made for; only dtypes and positions are kept.
             programs_of: programs that a piece of so many elements takes.
         """
         count = sum(len(chunk.pieces) for chunk in chunks)
-        self.rows = np.zeros((count, 5), np.int64)
+        self.rows = np.zeros((count, 6), np.int64)
         self._segment = np.empty(count, np.int64)
         self._offset = np.empty(count, np.int64)
         self.chunks: list[ChunkRows] = []
@@ -62,7 +63,8 @@ class AddressTable:
             origin = kind.origin
             for segment, offset, numel, slot_start in chunk.pieces:
                 start = slot_start if origin is None else plan.starts[segment] + offset - origin
-                self.rows[row] = program, 0, 0, start, numel
+                counter = rounding_counter(updates.positions[segment], offset)
+                self.rows[row] = program, 0, 0, start, numel, counter
                 self._segment[row], self._offset[row] = segment, offset
                 program += programs_of(numel)
                 row += 1

@@ -44,7 +44,7 @@ class UploadBuffer:
             record: records an event on it.
 
         Returns:
-            The rows on the device, ``[rows, 5]`` int64, and each group's corrections, ``[., 2]`` float32.
+            The rows on the device, ``[rows, 6]`` int64, and each group's corrections, ``[., 2]`` float32.
         """
         if not corrections and self._holds == (id(table), table.version):
             return self._rows(table), {}
@@ -67,7 +67,7 @@ class UploadBuffer:
         )
 
     def _rows(self, table: AddressTable) -> torch.Tensor:
-        return self._memory[: table.nbytes].view(torch.int64).view(-1, 5)
+        return self._memory[: table.nbytes].view(torch.int64).view(-1, 6)
 
     @staticmethod
     def _split(corrections: Mapping[int, list[Any]], values: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -21,6 +21,7 @@ from .formats import (
     load_fp32,
     load_raw,
     load_state,
+    rounding_thresholds,
     split_remainder,
     store_fp32,
     store_raw,
@@ -31,11 +32,12 @@ from .reference import AdamScalars, AdamState
 BLOCK_NUMEL = 1024
 """Elements that one program updates; a multiple of the scale block."""
 
-TABLE_COLUMNS = 5
-"""int64 columns of a table row: first program, parameter address, gradient address, state start, numel.
+TABLE_COLUMNS = 6
+"""int64 columns of a table row: first program, parameter address, gradient address, state start, numel, counter.
 
 The addresses are in bytes and point to the piece's first element. The state start is in elements from the state
-pointers and a multiple of 128. First programs are counted from the launch's own program 0.
+pointers and a multiple of 128. First programs are counted from the launch's own program 0. The counter is
+`forms.Rounding.counter` of the piece's first element.
 """
 
 
@@ -96,7 +98,7 @@ def _piece_of_program(table_ptr, rows, pid):
     high = low + rows
     while high - low > 1:
         middle = (low + high) // 2
-        here = tl.load(table_ptr + middle * 5) <= pid
+        here = tl.load(table_ptr + middle * 6) <= pid
         low = tl.where(here, middle, low)
         high = tl.where(here, high, middle)
     return low
@@ -126,6 +128,9 @@ def _update_block(
     master_scale_ptr,  # [.] float32 per 128 elements, or None
     start,  # int64, first element of this block in the state
     numel,  # elements of this block that exist
+    counter,  # int64, random numbers of this block's first element
+    rounding_seed,
+    rounding_step,
     lr,
     beta1,
     one_minus_beta1,
@@ -145,6 +150,7 @@ def _update_block(
     INIT_MOMENTS: tl.constexpr,
     INIT_MASTER: tl.constexpr,
     ADAM_W: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     SCALED_GRAD: tl.constexpr,
     CAN_SKIP: tl.constexpr,
     NUMERICS: tl.constexpr,
@@ -197,10 +203,17 @@ def _update_block(
         p = tl.where(skip, p_before, p)
         # Not p: a rounded master need not round to the parameter that was rounded from the exact value.
         p_model_new = tl.where(skip, p_model, p)
-    store_state(exp_avg_ptr, exp_avg_scale_ptr, start, numel, offsets, m_new, mask, EXP_AVG, False, MASKED, BLOCK)
+    threshold = lane  # unused, unless
+    threshold_sq = lane
+    if STOCHASTIC:
+        threshold, threshold_sq = rounding_thresholds(counter + lane, rounding_seed, rounding_step)
     store_state(
-        exp_avg_sq_ptr, exp_avg_sq_scale_ptr, start, numel, offsets, v_new, mask, EXP_AVG_SQ, True, MASKED, BLOCK
+        exp_avg_ptr, exp_avg_scale_ptr, start, numel, offsets, m_new, threshold, mask, EXP_AVG, False, MASKED, BLOCK
     )
+    store_state(
+        exp_avg_sq_ptr, exp_avg_sq_scale_ptr, start, numel, offsets, v_new, threshold_sq, mask,
+        EXP_AVG_SQ, True, MASKED, BLOCK,
+    )  # fmt: skip
     if MASTER == "remainder":
         bits, remainder = split_remainder(p)
         store_raw(param_ptr, lane, bits, mask, MASKED)
@@ -208,7 +221,9 @@ def _update_block(
     else:
         store_fp32(param_ptr, lane, p_model_new, mask, PARAM, MASKED)
         if MASTER != "none":
-            store_state(master_ptr, master_scale_ptr, start, numel, offsets, p, mask, MASTER, False, MASKED, BLOCK)
+            store_state(
+                master_ptr, master_scale_ptr, start, numel, offsets, p, lane, mask, MASTER, False, MASKED, BLOCK
+            )
 
 
 @triton.jit
@@ -222,6 +237,8 @@ def _update_program(
     exp_avg_sq_scale_ptr,
     master_ptr,
     master_scale_ptr,
+    rounding_seed,
+    rounding_step,
     lr,
     beta1,
     one_minus_beta1,
@@ -241,6 +258,7 @@ def _update_program(
     INIT_MOMENTS: tl.constexpr,
     INIT_MASTER: tl.constexpr,
     ADAM_W: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     SCALED_GRAD: tl.constexpr,
     CAN_SKIP: tl.constexpr,
     NUMERICS: tl.constexpr,
@@ -249,7 +267,7 @@ def _update_program(
 ):
     """Updates one block, the one that program ``pid`` of a launch without bound updates."""
     row = _piece_of_program(table_ptr, rows, pid)
-    base = table_ptr + row * 5
+    base = table_ptr + row * 6
     inside = (pid - tl.load(base)).to(tl.int64) * BLOCK
     param_bytes: tl.constexpr = 4 if PARAM == "fp32" else 2
     grad_bytes: tl.constexpr = 4 if GRAD == "fp32" else 2
@@ -257,27 +275,30 @@ def _update_program(
     grad_ptr = _typed_pointer(tl.load(base + 2) + inside * grad_bytes, GRAD, ALIGNED)
     start = tl.multiple_of(tl.load(base + 3) + inside, 128)
     numel = tl.load(base + 4) - inside
+    counter = tl.load(base + 5) + inside
     if numel >= BLOCK:
         _update_block(
             param_ptr, grad_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-            master_ptr, master_scale_ptr, start, numel, lr, beta1, one_minus_beta1, beta2, one_minus_beta2,
-            eps, weight_decay, bias_correction1, bias_correction2, grad_scale, skip,
-            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W,
+            master_ptr, master_scale_ptr, start, numel, counter, rounding_seed, rounding_step,
+            lr, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay,
+            bias_correction1, bias_correction2, grad_scale, skip,
+            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W, STOCHASTIC,
             SCALED_GRAD, CAN_SKIP, NUMERICS, False, BLOCK,
         )  # fmt: skip
     else:
         _update_block(
             param_ptr, grad_ptr, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-            master_ptr, master_scale_ptr, start, numel, lr, beta1, one_minus_beta1, beta2, one_minus_beta2,
-            eps, weight_decay, bias_correction1, bias_correction2, grad_scale, skip,
-            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W,
+            master_ptr, master_scale_ptr, start, numel, counter, rounding_seed, rounding_step,
+            lr, beta1, one_minus_beta1, beta2, one_minus_beta2, eps, weight_decay,
+            bias_correction1, bias_correction2, grad_scale, skip,
+            PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W, STOCHASTIC,
             SCALED_GRAD, CAN_SKIP, NUMERICS, True, BLOCK,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "skips_before"])
+@triton.jit(do_not_specialize=["rows", "blocks", "skips_before", "rounding_seed", "rounding_step"])
 def _adam_kernel(
-    table_ptr,  # [rows, 5] int64, see TABLE_COLUMNS
+    table_ptr,  # [rows, 6] int64, see TABLE_COLUMNS
     rows,
     blocks,  # programs that a launch without bound takes; only read with LOOP
     exp_avg_ptr,  # [numel] stored form, updated in place
@@ -286,6 +307,8 @@ def _adam_kernel(
     exp_avg_sq_scale_ptr,  # [numel / 128] float32 or None, updated in place
     master_ptr,  # [numel] stored form or None, updated in place
     master_scale_ptr,  # [numel / 128] float32 or None, updated in place
+    rounding_seed,  # [0, 2^31)
+    rounding_step,  # number of the step if none was skipped since skips_before; only read with STOCHASTIC
     lr,
     lr_ptr,  # [1] any float dtype or None; replaces lr
     beta1,
@@ -309,6 +332,7 @@ def _adam_kernel(
     INIT_MOMENTS: tl.constexpr,
     INIT_MASTER: tl.constexpr,
     ADAM_W: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
     NUMERICS: tl.constexpr,
     ALIGNED: tl.constexpr,
     LOOP: tl.constexpr,
@@ -332,6 +356,7 @@ def _adam_kernel(
         row_of_step = tl.load(skips_ptr) - skips_before
         bias_correction1 = tl.load(corrections_ptr + row_of_step * 2)
         bias_correction2 = tl.load(corrections_ptr + row_of_step * 2 + 1)
+        rounding_step = tl.maximum(rounding_step - row_of_step, 1).to(tl.int32)
 
     write = True
     if CAN_SKIP and not WRITE_ON_SKIP:
@@ -341,17 +366,17 @@ def _adam_kernel(
             for block in range(pid, blocks, tl.num_programs(0)):
                 _update_program(
                     block, table_ptr, rows, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                    master_ptr, master_scale_ptr, lr, beta1, one_minus_beta1, beta2, one_minus_beta2, eps,
-                    weight_decay, bias_correction1, bias_correction2, grad_scale, skip,
-                    PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W,
+                    master_ptr, master_scale_ptr, rounding_seed, rounding_step, lr, beta1, one_minus_beta1, beta2,
+                    one_minus_beta2, eps, weight_decay, bias_correction1, bias_correction2, grad_scale, skip,
+                    PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W, STOCHASTIC,
                     SCALED_GRAD, CAN_SKIP, NUMERICS, ALIGNED, BLOCK,
                 )  # fmt: skip
         else:
             _update_program(
                 pid, table_ptr, rows, exp_avg_ptr, exp_avg_scale_ptr, exp_avg_sq_ptr, exp_avg_sq_scale_ptr,
-                master_ptr, master_scale_ptr, lr, beta1, one_minus_beta1, beta2, one_minus_beta2, eps,
-                weight_decay, bias_correction1, bias_correction2, grad_scale, skip,
-                PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W,
+                master_ptr, master_scale_ptr, rounding_seed, rounding_step, lr, beta1, one_minus_beta1, beta2,
+                one_minus_beta2, eps, weight_decay, bias_correction1, bias_correction2, grad_scale, skip,
+                PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W, STOCHASTIC,
                 SCALED_GRAD, CAN_SKIP, NUMERICS, ALIGNED, BLOCK,
             )  # fmt: skip
 
@@ -427,6 +452,8 @@ def _arguments(
         "exp_avg_sq_scale_ptr": state.exp_avg_sq.scale,
         "master_ptr": None if master is None else master.data,
         "master_scale_ptr": None if master is None else master.scale,
+        "rounding_seed": scalars.rounding_seed,
+        "rounding_step": scalars.step,
         "lr": 0.0 if lr_on_device else scalars.lr,
         "lr_ptr": scalars.lr if lr_on_device else None,
         "beta1": scalars.beta1,
@@ -450,6 +477,7 @@ def _arguments(
         "INIT_MOMENTS": state.init_moments,
         "INIT_MASTER": state.init_master,
         "ADAM_W": scalars.adam_w_mode,
+        "STOCHASTIC": state.exp_avg.form.stochastic or state.exp_avg_sq.form.stochastic,
         "NUMERICS": kind.numerics,
         "ALIGNED": kind.aligned,
         "LOOP": kind.max_programs is not None,
@@ -471,7 +499,7 @@ def adam_step_(
     """Launches one Adam step of all pieces in the table on the current stream; `reference.adam_step_` specifies it.
 
     Args:
-        table: ``[>= rows, 5]`` int64 on the parameters' device, see `TABLE_COLUMNS`. Parameters behind its addresses
+        table: ``[>= rows, 6]`` int64 on the parameters' device, see `TABLE_COLUMNS`. Parameters behind its addresses
             are updated in place, gradients are only read.
         rows: pieces, at least 1.
         programs: sum of `programs_of` over the pieces.

@@ -77,6 +77,109 @@ def store_fp32(ptr, offsets, values, mask, FORM: tl.constexpr, MASKED: tl.conste
 
 
 @triton.jit
+def _mix(bits):
+    bits = bits ^ (bits >> 16)
+    bits = bits * 0x7FEB352D
+    bits = bits ^ (bits >> 15)
+    bits = bits * 0x846CA68B
+    return bits ^ (bits >> 16)
+
+
+@triton.jit
+def rounding_thresholds(counter, seed, step):
+    """Thresholds of the first and of the second moment, uint32; `forms.rounding_thresholds` is the specification.
+
+    ``counter`` is int64, ``seed`` and ``step`` are not negative and below 2^31.
+    """
+    step = step.to(tl.uint32)
+    first = _mix(counter.to(tl.uint32) ^ _mix((counter >> 32).to(tl.uint32) ^ seed.to(tl.uint32)))
+    second = _mix(first ^ 0x5BD1E995)
+    return first + step * 0x6A09E667, second + step * 0x9E3779B9
+
+
+@triton.jit
+def _fp32_to_bf16_stochastic(values, threshold):
+    bits = values.to(tl.int32, bitcast=True) + (threshold >> 16).to(tl.int32)
+    return tl.where(values != values, 0x7FC0, bits >> 16).to(tl.int16)
+
+
+@triton.jit
+def _root8_units(code):
+    """Magnitudes of codes, in units of the scale."""
+    square = (code * code).to(tl.float32)
+    square = tl.div_rn(square, tl.full(square.shape, 16129.0, tl.float32))
+    return square * square
+
+
+@triton.jit
+def _load_root8(raw):
+    """Values in units of the scale."""
+    byte = raw.to(tl.int32)
+    code = tl.where(byte < 128, byte, byte - 256)
+    unit = _root8_units(code)
+    return tl.where(code == -128, float("nan"), tl.where(code < 0, -unit, unit))
+
+
+@triton.jit
+def _store_root8(rows, exists, threshold):
+    """Elements and scales of ``[., 128]`` values."""
+    magnitude = tl.abs(rows)
+    finite = magnitude < float("inf")
+    magnitude = tl.where(finite & exists, magnitude, 0.0)
+    scale = tl.max(magnitude, axis=1)
+    divisor = tl.where(scale > 0.0, scale, 1.0)
+    quotient = tl.div_rn(magnitude, tl.broadcast_to(divisor[:, None], magnitude.shape))
+    below = tl.minimum((tl.sqrt_rn(tl.sqrt_rn(quotient)) * 127.0).to(tl.int32), 126)
+    low = _root8_units(below)
+    fraction = tl.div_rn(quotient - low, _root8_units(below + 1) - low)
+    above = (fraction * 65536.0 + 0.5).to(tl.int32) > 0xFFFF - (threshold >> 16).to(tl.int32)
+    code = tl.where(above, below + 1, below)
+    code = tl.where(rows < 0.0, -code, code)
+    return tl.where(finite, code & 0xFF, 128).to(tl.uint8), scale
+
+
+@triton.jit
+def _load_log8(raw, scale_bits):
+    code = raw.to(tl.int32)
+    shift = scale_bits & 31
+    bits = tl.where(code == 0, 0, scale_bits - shift + (code << shift))
+    bits = tl.where(code == 254, 0x7F800000, bits)
+    return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _log8_shift(highest, lowest):
+    shift = tl.full(highest.shape, 20, tl.int32)
+    for finer in tl.static_range(19, 15, -1):
+        steps = ((highest + ((1 << finer) - 1)) >> finer) - (lowest >> finer)
+        shift = tl.where(steps < 253, finer, shift)
+    return shift
+
+
+@triton.jit
+def _store_log8(rows, exists, threshold):
+    """Elements and bits of the scales of ``[., 128]`` values."""
+    bits = rows.to(tl.int32, bitcast=True)
+    positive = (bits > 0) & (bits < 0x7F800000) & exists
+    highest = tl.max(tl.where(positive, bits, 0), axis=1)
+    shift = _log8_shift(highest, tl.min(tl.where(positive, bits, 0x7F7FFFFF), axis=1))
+    largest = (0x7F800000 >> shift) - 1
+    ceiling = tl.minimum((highest + ((1 << shift) - 1)) >> shift, largest)
+    below = tl.maximum(ceiling - 253, 0)
+    first_shift = tl.broadcast_to(shift[:, None], bits.shape)
+    index = (bits + (threshold >> (32 - first_shift).to(tl.uint32)).to(tl.int32)) >> first_shift
+    rounded = tl.minimum(tl.maximum(index, below[:, None] + 1), largest[:, None]) << first_shift
+    # Once more: what was rounded may fit a finer window, and has to encode to the same bits again.
+    highest = tl.max(tl.where(positive, rounded, 0), axis=1)
+    shift = _log8_shift(highest, tl.min(tl.where(positive, rounded, 0x7F7FFFFF), axis=1))
+    below = tl.maximum((highest >> shift) - 253, 0)
+    code = tl.where(positive, (rounded >> shift[:, None]) - below[:, None], 0)
+    code = tl.where(bits == 0x7F800000, 254, code)
+    code = tl.where((rows != rows) | (rows < 0.0), 255, code)
+    return code.to(tl.uint8), (below << shift) | shift
+
+
+@triton.jit
 def load_state(
     ptr, scale_ptr, start, numel, offsets, mask, FORM: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -85,14 +188,23 @@ def load_state(
     ``offsets`` are ``start + arange(BLOCK)``, ``start`` is a multiple of the scale block, ``mask`` is true for the
     first ``numel`` of them.
     """
-    values = load_fp32(ptr, offsets, mask, FORM, MASKED)
-    if FORM == "fp16":
+    if FORM == "fp16" or FORM == "root8" or FORM == "log8":
         rows: tl.constexpr = BLOCK // 128
         row = tl.arange(0, rows)
         # Scales past the last element belong to another segment or to nobody.
         scale = tl.load(scale_ptr + start // 128 + row, mask=row * 128 < numel, other=0.0)
-        values = tl.reshape(tl.reshape(values, (rows, 128)) * scale[:, None], (BLOCK,))
-    return values
+        raw = tl.reshape(load_raw(ptr, offsets, mask, MASKED), (rows, 128))
+        if FORM == "log8":
+            values = _load_log8(raw, tl.broadcast_to(scale.to(tl.int32, bitcast=True)[:, None], (rows, 128)))
+        elif FORM == "root8":
+            values = _load_root8(raw) * scale[:, None]
+        else:
+            values = raw.to(tl.float32) * scale[:, None]
+        return tl.reshape(values, (BLOCK,))
+    elif FORM == "bf16_stochastic":
+        return load_fp32(ptr, offsets, mask, "bf16", MASKED)
+    else:
+        return load_fp32(ptr, offsets, mask, FORM, MASKED)
 
 
 @triton.jit
@@ -103,13 +215,17 @@ def store_state(
     numel,
     offsets,
     values,
+    threshold,
     mask,
     FORM: tl.constexpr,
     KEEP_NONZERO: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Float32 values in their stored form; `forms.encode_` is the specification."""
+    """Float32 values in their stored form; `forms.encode_` is the specification.
+
+    ``threshold`` is uint32 where the form is stochastic and unused otherwise.
+    """
     if FORM == "fp16":
         rows: tl.constexpr = BLOCK // 128
         magnitude = tl.abs(values)
@@ -128,5 +244,20 @@ def store_state(
         store_raw(ptr, offsets, quotient, mask, MASKED)
         row = tl.arange(0, rows)
         tl.store(scale_ptr + start // 128 + row, scale, mask=row * 128 < numel)
+    elif FORM == "root8" or FORM == "log8":
+        blocks: tl.constexpr = BLOCK // 128
+        shaped = tl.reshape(values, (blocks, 128))
+        exists = tl.reshape(mask, (blocks, 128))
+        thresholds = tl.reshape(threshold, (blocks, 128))
+        if FORM == "root8":
+            elements, block_scale = _store_root8(shaped, exists, thresholds)
+        else:
+            elements, scale_bits = _store_log8(shaped, exists, thresholds)
+            block_scale = scale_bits.to(tl.float32, bitcast=True)
+        store_raw(ptr, offsets, tl.reshape(elements, (BLOCK,)), mask, MASKED)
+        block = tl.arange(0, blocks)
+        tl.store(scale_ptr + start // 128 + block, block_scale, mask=block * 128 < numel)
+    elif FORM == "bf16_stochastic":
+        store_raw(ptr, offsets, _fp32_to_bf16_stochastic(values, threshold), mask, MASKED)
     else:
         store_fp32(ptr, offsets, values, mask, FORM, MASKED)

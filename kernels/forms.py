@@ -16,22 +16,36 @@ _FP16_TOP_EXPONENT = 14  # a block's largest magnitude, rounded to fp16, lands i
 _HALF_FP16_ULP = 0x1000  # in the bits of an fp32 number: adding it carries into the exponent where rounding would
 _FP16_SMALLEST = 2.0**-24  # smallest positive fp16 number
 
+_INFINITY = 0x7F800000  # bits of fp32
+_ROOT8_TOP = 127  # largest code; its value is the scale
+_ROOT8_NAN = 128
+_LOG8_TOP = 253  # largest code of a finite value
+_LOG8_INFINITY = 254
+_LOG8_NAN = 255
+_LOG8_SHIFTS = (20, 19, 18, 17, 16)  # bits of fp32 between neighbouring codes, the coarsest first
+
+_MASK32 = 0xFFFFFFFF
+_NEAREST = 0x80000000  # a threshold in the middle: rounds to the nearest
+
 
 class Form(NamedTuple):
     """How one state key is stored.
 
     Attributes:
-        name: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"remainder"``; also the kernel's compile-time name.
+        name: the kernel's compile-time name.
         dtype: dtype of the stored elements.
-        scaled: whether each block of `SCALE_BLOCK` elements has an fp32 power-of-two scale beside it.
+        scaled: whether each block of `SCALE_BLOCK` elements has 32 bits beside it, its scale.
         keep_nonzero: whether a positive value may not become zero. Set for second moments: ``exp_avg_sq == 0`` with
             ``exp_avg != 0`` would turn the update into ``exp_avg / eps``.
+        stochastic: whether a step rounds to either neighbour, to the nearer one more often, so that nothing is lost on
+            average; see `rounding_thresholds`. What comes from outside a step is rounded to the nearest.
     """
 
     name: str
     dtype: torch.dtype
     scaled: bool = False
     keep_nonzero: bool = False
+    stochastic: bool = False
 
     @property
     def element_bytes(self) -> int:
@@ -45,9 +59,24 @@ class Form(NamedTuple):
 
 FP32 = Form("fp32", torch.float32)
 BF16 = Form("bf16", torch.bfloat16)
+BF16_STOCHASTIC = Form("bf16_stochastic", torch.bfloat16, stochastic=True)
 FP16 = Form("fp16", torch.float16, scaled=True)
 FP16_NONZERO = Form("fp16", torch.float16, scaled=True, keep_nonzero=True)
 REMAINDER = Form("remainder", torch.int16)
+ROOT8 = Form("root8", torch.uint8, scaled=True, stochastic=True)
+"""8 bits for first moments: sign and fourth root, in 127 steps up to the block's largest magnitude, which is the scale.
+
+The byte is a two's complement number ``c`` of the value ``sign(c) * (c / 127)**4 * scale``; -128 is NaN, which an
+infinity becomes too. Neighbours are 3 % apart at the largest magnitude, 10 % at a hundredth and 30 % at a
+ten-thousandth of it."""
+LOG8 = Form("log8", torch.uint8, scaled=True, keep_nonzero=True, stochastic=True)
+"""8 bits for second moments: a window of 253 numbers of a floating point grid with 3 to 7 bits of mantissa.
+
+The grid is that of float32 numbers whose lowest ``shift`` bits are zero. Each block takes the finest shift of 20 to 16
+whose window reaches from its largest to its smallest positive value; with 20 it spans 32 binary orders, and smaller
+values are raised to the window's lower end. The scale's bits hold ``shift`` and, above it, the number below the window.
+A grid that does not move with the largest value is what keeps the others from being rounded anew at every step. 0 is
+zero, 254 infinity, 255 NaN, which a negative value becomes too."""
 
 
 class Stored(NamedTuple):
@@ -72,18 +101,138 @@ class Stored(NamedTuple):
         return Stored(self.form, self.data[start : start + numel], scale)
 
 
-def _block_scales(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Power-of-two scale of each row of ``[blocks, SCALE_BLOCK]`` fp32 values, and its exact reciprocal.
+class Rounding(NamedTuple):
+    """Which random numbers a step's stochastic rounding takes for a run of elements.
 
-    The scale is that of the largest magnitude after rounding, so that decoded values encode to the same bits again.
+    Attributes:
+        seed: the run's, in [0, 2^31).
+        step: number of the step, from 1.
+        counter: of the first element, see `rounding_counter`; the next elements have the next numbers.
     """
-    # Infinities and NaNs keep their own value and must not cost their neighbours theirs.
-    absmax = torch.where(torch.isfinite(values), values.abs(), 0.0).amax(dim=1)
+
+    seed: int
+    step: int
+    counter: int
+
+
+def rounding_counter(parameter: int, offset: int) -> int:
+    """What tells an element's random numbers from those of all others.
+
+    Args:
+        parameter: number of the parameter within the optimizer, below 2^23.
+        offset: number of the element within the parameter, below 2^40.
+    """
+    return (parameter << 40) + offset
+
+
+def _mix(bits: torch.Tensor) -> torch.Tensor:
+    """A hash of 32 bits, in int64 (Wellons' lowbias32)."""
+    bits = bits ^ (bits >> 16)
+    bits = (bits * 0x7FEB352D) & _MASK32
+    bits = bits ^ (bits >> 15)
+    bits = (bits * 0x846CA68B) & _MASK32
+    return bits ^ (bits >> 16)
+
+
+def rounding_thresholds(rounding: Rounding, numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Thresholds of the first and of the second moment: ``threshold / 2^32`` plus the part to round off carries or not.
+
+    Each is uniform over seeds, elements and steps, so rounding is right on average. From step to step an element's
+    threshold advances by the golden ratio (sqrt(2) for the first moment), modulo 1: over any stretch of steps it falls
+    below ``x`` almost exactly ``x`` of the time, so an average that moves a hundredth of a step at a time moves evenly,
+    and not as a random walk.
+
+    Args:
+        rounding: which random numbers.
+        numel: elements.
+        device: where to.
+
+    Returns:
+        Two ``[numel]`` int64 tensors of 32 bits.
+    """
+    counter = torch.arange(rounding.counter, rounding.counter + numel, dtype=torch.int64, device=device)
+    first = _mix((counter & _MASK32) ^ _mix((counter >> 32) ^ rounding.seed))
+    second = _mix(first ^ 0x5BD1E995)
+    return (first + rounding.step * 0x6A09E667) & _MASK32, (second + rounding.step * 0x9E3779B9) & _MASK32
+
+
+def _encode_fp16(rows: torch.Tensor, keep_nonzero: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    # Infinities and NaNs keep their own value and must not cost their neighbours theirs. The scale is that of the
+    # largest magnitude after rounding, so that decoded values encode to the same bits again.
+    absmax = torch.where(torch.isfinite(rows), rows.abs(), 0.0).amax(dim=1)
     exponent = (((absmax.view(torch.int32) + _HALF_FP16_ULP) >> 23) - _FP16_TOP_EXPONENT).clamp_(min=1)
-    return (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)
+    scale, inverse = (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)
+    quotient = (rows * inverse[:, None]).to(torch.float16)
+    if keep_nonzero:
+        quotient = torch.where((quotient == 0) & (rows > 0), _FP16_SMALLEST, quotient)
+    return quotient, scale
 
 
-def _encode_scaled_(stored: Stored, values: torch.Tensor) -> None:
+def _root8_units(code: torch.Tensor) -> torch.Tensor:
+    """Magnitudes of non-negative codes, in units of the scale."""
+    square = (code * code).to(torch.float32) / float(_ROOT8_TOP**2)
+    return square * square
+
+
+def _encode_root8(rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+    finite = torch.isfinite(rows)
+    magnitude = torch.where(finite, rows.abs(), 0.0)
+    scale = magnitude.amax(dim=1)
+    quotient = magnitude / torch.where(scale > 0, scale, 1.0)[:, None]
+    root = quotient.to(torch.float64).sqrt().to(torch.float32).to(torch.float64).sqrt().to(torch.float32)
+    below = (root * float(_ROOT8_TOP)).to(torch.int32).clamp_(max=_ROOT8_TOP - 1)
+    low = _root8_units(below)
+    fraction = (quotient - low) / (_root8_units(below + 1) - low)
+    # In 2^16 parts, so that a decoded value is exactly its own code again, whatever the threshold.
+    code = below + ((fraction * 65536.0 + 0.5).to(torch.int32) > (_MASK32 - thresholds) >> 16)
+    code = torch.where(rows < 0, -code, code)
+    return torch.where(finite, code & 0xFF, _ROOT8_NAN).to(torch.uint8), scale
+
+
+def _log8_shift(highest: torch.Tensor, lowest: torch.Tensor) -> torch.Tensor:
+    """The finest shift whose window holds both, as int32 bits, after rounding either way."""
+    shift = torch.full_like(highest, _LOG8_SHIFTS[0])
+    for finer in _LOG8_SHIFTS[1:]:
+        steps = ((highest + (1 << finer) - 1) >> finer) - (lowest >> finer)
+        shift = torch.where(steps < _LOG8_TOP, finer, shift)
+    return shift
+
+
+def _encode_log8(rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+    bits = rows.contiguous().view(torch.int32)
+    positive = (bits > 0) & (bits < _INFINITY)
+
+    def bounds(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        highest = torch.where(positive, bits, 0).amax(dim=1, keepdim=True)
+        return highest, torch.where(positive, bits, _INFINITY - 1).amin(dim=1, keepdim=True)
+
+    highest, lowest = bounds(bits)
+    shift = _log8_shift(highest, lowest)
+    largest = (_INFINITY >> shift) - 1
+    ceiling = torch.minimum((highest + (1 << shift) - 1) >> shift, largest)
+    below = (ceiling - _LOG8_TOP).clamp_(min=0)
+    index = (bits + (thresholds >> (32 - shift.to(torch.int64))).to(torch.int32)) >> shift
+    rounded = torch.minimum(torch.maximum(index, below + 1), largest) << shift
+    # Once more: what was rounded may fit a finer window, and has to encode to the same bits again.
+    highest, lowest = bounds(rounded)
+    shift = _log8_shift(highest, lowest)
+    below = ((highest >> shift) - _LOG8_TOP).clamp_(min=0)
+    code = torch.where(positive, (rounded >> shift) - below, 0)
+    code = torch.where(bits == _INFINITY, _LOG8_INFINITY, code)
+    code = torch.where(rows.isnan() | (rows < 0), _LOG8_NAN, code)
+    return code.to(torch.uint8), ((below << shift) | shift).view(torch.float32).flatten()
+
+
+def _encode_rows(form: Form, rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements and scales of ``[blocks, elements]`` values."""
+    if form.name == "root8":
+        return _encode_root8(rows, thresholds)
+    if form.name == "log8":
+        return _encode_log8(rows, thresholds)
+    return _encode_fp16(rows, form.keep_nonzero)
+
+
+def _encode_scaled_(stored: Stored, values: torch.Tensor, thresholds: torch.Tensor | None) -> None:
     assert stored.scale is not None
     numel = values.numel()
     whole = numel // SCALE_BLOCK * SCALE_BLOCK
@@ -91,28 +240,50 @@ def _encode_scaled_(stored: Stored, values: torch.Tensor) -> None:
     for start, stop in parts:
         if start == stop:
             continue
-        rows = values[start:stop].view(-1, min(SCALE_BLOCK, stop - start))
-        scale, inverse = _block_scales(rows)
-        quotient = (rows * inverse[:, None]).to(torch.float16)
-        if stored.form.keep_nonzero:
-            quotient = torch.where((quotient == 0) & (rows > 0), _FP16_SMALLEST, quotient)
-        stored.data[start:stop].copy_(quotient.view(-1))
+        shape = (-1, min(SCALE_BLOCK, stop - start))
+        taken: torch.Tensor | int = _NEAREST if thresholds is None else thresholds[start:stop].view(shape)
+        elements, scale = _encode_rows(stored.form, values[start:stop].view(shape), taken)
+        stored.data[start:stop].copy_(elements.view(-1))
         stored.scale[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)].copy_(scale)
 
 
-def encode_(stored: Stored, values: torch.Tensor) -> None:
-    """Writes fp32 values into a stored run, rounding to the nearest even where the form is narrower.
+def _round_to_bf16(values: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
+    bits = values.view(torch.int32) + (thresholds >> 16).to(torch.int32) >> 16
+    return torch.where(values.isnan(), 0x7FC0, bits).to(torch.int16).view(torch.bfloat16)
+
+
+def encode_(stored: Stored, values: torch.Tensor, thresholds: torch.Tensor | None = None) -> None:
+    """Writes fp32 values into a stored run.
 
     Args:
         stored: destination, updated in place. Not a remainder: those need the parameter too (`split_remainder_`).
         values: ``[numel]`` float32 on the same device.
+        thresholds: ``[numel]`` int64 for stochastic forms, see `rounding_thresholds`. Without, and in other forms,
+            values are rounded to the nearest. Values that the form can represent are never changed.
     """
     if stored.form.name == "remainder":
         raise TypeError("a remainder is written together with its parameter; use split_remainder_")
     if stored.form.scaled:
-        _encode_scaled_(stored, values)
+        _encode_scaled_(stored, values, thresholds)
+    elif thresholds is not None and stored.form.stochastic:
+        stored.data.copy_(_round_to_bf16(values, thresholds))
     else:
         stored.data.copy_(values)
+
+
+def _decode_root8(elements: torch.Tensor) -> torch.Tensor:
+    """Values in units of the scale."""
+    code = elements.view(torch.int8).to(torch.int32)
+    unit = _root8_units(code)
+    return torch.where(elements == _ROOT8_NAN, torch.nan, torch.where(code < 0, -unit, unit))
+
+
+def _decode_log8(elements: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    code, bits = elements.to(torch.int32), scale.view(torch.int32)
+    shift = bits & 31
+    values = torch.where(code == 0, 0, bits - shift + (code << shift))
+    values = torch.where(code == _LOG8_INFINITY, _INFINITY, values).view(torch.float32)
+    return torch.where(code == _LOG8_NAN, torch.nan, values)
 
 
 def decode(stored: Stored, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -128,7 +299,11 @@ def decode(stored: Stored, out: torch.Tensor | None = None) -> torch.Tensor:
     if stored.form.name == "remainder":
         raise TypeError("a remainder is read together with its parameter; use join_remainder")
     out = torch.empty(stored.data.shape, dtype=torch.float32, device=stored.data.device) if out is None else out
-    out.copy_(stored.data)
+    if stored.form.name == "log8":
+        assert stored.scale is not None
+        scale = stored.scale.repeat_interleave(SCALE_BLOCK)[: out.numel()]
+        return out.copy_(_decode_log8(stored.data, scale))
+    out.copy_(_decode_root8(stored.data) if stored.form.name == "root8" else stored.data)
     if stored.scale is not None:
         whole = out.numel() // SCALE_BLOCK * SCALE_BLOCK
         blocks = whole // SCALE_BLOCK

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .forms import Stored, decode, encode_, join_remainder, split_remainder_
+from .forms import Rounding, Stored, decode, encode_, join_remainder, rounding_thresholds, split_remainder_
 
 BLOCK_NUMEL = 128 * 1024
 """Elements updated at a time, a multiple of `SCALE_BLOCK`: small enough for the scratch to stay in cache, large enough
@@ -39,6 +39,8 @@ class AdamScalars(NamedTuple):
         bias_correction1: ``1 - beta1**step``, or 1.
         bias_correction2: ``1 - beta2**step``, or 1.
         adam_w_mode: decoupled weight decay (AdamW) if true, else L2.
+        step: number of the step, from 1; with the seed it decides how stochastic forms are rounded.
+        rounding_seed: in [0, 2^31).
     """
 
     lr: float | torch.Tensor
@@ -51,6 +53,8 @@ class AdamScalars(NamedTuple):
     bias_correction1: float
     bias_correction2: float
     adam_w_mode: bool
+    step: int = 1
+    rounding_seed: int = 0
 
 
 def bias_correction(beta: float, step: int) -> float:
@@ -67,6 +71,7 @@ def adam_scalars(
     step: int,
     bias_corrected: bool,
     adam_w_mode: bool,
+    rounding_seed: int = 0,
 ) -> AdamScalars:
     """Rounds hyperparameters to float32 the way TransformerEngine's fused Adam passes them to its kernel.
 
@@ -78,6 +83,7 @@ def adam_scalars(
         step: number of this step, from 1.
         bias_corrected: whether to divide by the bias corrections.
         adam_w_mode: decoupled weight decay if true, else L2.
+        rounding_seed: seed of stochastic rounding, in [0, 2^31).
 
     Returns:
         The scalars of one launch.
@@ -94,6 +100,8 @@ def adam_scalars(
         bias_correction1=bias_correction(betas[0], step) if bias_corrected else 1.0,
         bias_correction2=bias_correction(betas[1], step) if bias_corrected else 1.0,
         adam_w_mode=adam_w_mode,
+        step=step,
+        rounding_seed=rounding_seed,
     )
 
 
@@ -144,6 +152,7 @@ def adam_step_(
     scalars: AdamScalars,
     *,
     grad_scale: float | None = None,
+    counter: int = 0,
 ) -> None:
     """One Adam or AdamW step on CPU, block by block.
 
@@ -164,6 +173,7 @@ def adam_step_(
         state: stored state of ``numel`` elements, updated in place.
         scalars: hyperparameters.
         grad_scale: gradients are divided by it first.
+        counter: `forms.Rounding.counter` of the first element; only read where a form is stochastic.
     """
     lr = scalars.lr
     if isinstance(lr, torch.Tensor):
@@ -171,7 +181,7 @@ def adam_step_(
     for start in range(0, param.numel(), BLOCK_NUMEL):
         numel = min(BLOCK_NUMEL, param.numel() - start)
         block = slice(start, start + numel)
-        _step_block_(param[block], grad[block], state.narrow(start, numel), scalars, grad_scale)
+        _step_block_(param[block], grad[block], state.narrow(start, numel), scalars, grad_scale, counter + start)
 
 
 def _load_master(param: torch.Tensor, state: AdamState, out: torch.Tensor) -> torch.Tensor:
@@ -200,6 +210,7 @@ def _step_block_(
     state: AdamState,
     scalars: AdamScalars,
     grad_scale: float | None,
+    counter: int,
 ) -> None:
     numel = param.numel()
     p, g, m, v, term = (buffer[:numel] for buffer in _scratch.fp32)
@@ -226,8 +237,11 @@ def _step_block_(
         decode(state.exp_avg_sq, v)
     fma_(m, scalars.beta1, torch.mul(g, scalars.one_minus_beta1, out=term), out=m)
     fma_(v, scalars.beta2, torch.mul(g, scalars.one_minus_beta2, out=term).mul_(g), out=v)
-    encode_(state.exp_avg, m)
-    encode_(state.exp_avg_sq, v)
+    thresholds: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+    if state.exp_avg.form.stochastic or state.exp_avg_sq.form.stochastic:
+        thresholds = rounding_thresholds(Rounding(scalars.rounding_seed, scalars.step, counter), numel, param.device)
+    encode_(state.exp_avg, m, thresholds[0])
+    encode_(state.exp_avg_sq, v, thresholds[1])
 
     wide.copy_(v.div_(scalars.bias_correction2)).sqrt_()
     v.copy_(wide).add_(scalars.eps)

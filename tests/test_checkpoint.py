@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
-from fused_offload.kernels.forms import FP16, FP16_NONZERO, SCALE_BLOCK, Form, Stored, decode, encode_
+from fused_offload.arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS
+from fused_offload.kernels.forms import FP16, SCALE_BLOCK, Form, Stored, decode, encode_
 from fused_offload.kernels.reference import AdamState, adam_scalars, adam_step_
 
 Bits = dict[str, torch.Tensor]
@@ -47,10 +48,16 @@ class Stores(NamedTuple):
 MASTERS = ("none", "fp32", "fp16", "remainder")
 MOMENTS = (torch.float32, torch.bfloat16, torch.float16)
 ALL_STORES = [Stores(*combination) for combination in itertools.product(MASTERS, MOMENTS, MOMENTS)]
+ALL_STORES += [
+    Stores("remainder", *moments)
+    for moments in itertools.product((*MOMENTS, torch.uint8), repeat=2)
+    if torch.uint8 in moments
+]
 FEW_STORES = [
     Stores("fp32", torch.float32, torch.float32),
     Stores("remainder", torch.float32, torch.bfloat16),
     Stores("fp16", torch.float16, torch.float16),
+    Stores("remainder", torch.uint8, torch.uint8),
 ]
 
 
@@ -274,6 +281,30 @@ def test_resume_is_bit_identical(device: torch.device, stores: Stores) -> None:
     assert groups_without_params(resumed) == groups_without_params(optimizer)
 
 
+def test_resume_goes_on_with_the_same_random_numbers(device: torch.device) -> None:
+    arguments = {
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+        "stochastic_rounding": True,
+        "rounding_seed": 11,
+    }
+    params = make_params(device, torch.bfloat16)
+    optimizer = FusedOffloadAdam(params, **HYPERPARAMETERS, **arguments)
+    train(optimizer, params, range(3))
+    saved, twins, others = through_file(optimizer.state_dict()), clone_params(params), clone_params(params)
+    train(optimizer, params, range(3, 5))
+
+    resumed = FusedOffloadAdam(twins, offload=SMALL_CHUNKS, **arguments)
+    resumed.load_state_dict(saved)
+    train(resumed, twins, range(3, 5))
+    assert_same(snapshot(optimizer, params), snapshot(resumed, twins))
+
+    reseeded = FusedOffloadAdam(others, **{**arguments, "rounding_seed": 12})
+    reseeded.load_state_dict(saved)
+    train(reseeded, others, range(3, 5))
+    assert not torch.equal(optimizer.state[params[2]]["exp_avg_sq"], reseeded.state[others[2]]["exp_avg_sq"])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("master_weights", [False, True])
 def test_resume_of_other_parameters_is_bit_identical(
@@ -451,8 +482,8 @@ def test_forms_may_change_between_save_and_load(device: torch.device, target: St
         warnings.simplefilter("error")
         loaded.load_state_dict(saved)
     kept = {
-        "exp_avg": (target.exp_avg, FP16),
-        "exp_avg_sq": (target.exp_avg_sq, FP16_NONZERO),
+        "exp_avg": (target.exp_avg, EXP_AVG_FORMS[target.exp_avg]),
+        "exp_avg_sq": (target.exp_avg_sq, EXP_AVG_SQ_FORMS[target.exp_avg_sq]),
         "master_param": (torch.float16 if target.master == "fp16" else torch.float32, FP16),
     }
     for index, twin in enumerate(twins):

@@ -13,7 +13,7 @@ import torch
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.cli import main
-from fused_offload.tuning.budget import PARAM_DTYPES, Training, largest_model, memory_of, step_time
+from fused_offload.tuning.budget import PARAM_DTYPES, STORED_DTYPES, Training, largest_model, memory_of, step_time
 from fused_offload.tuning.sizes import Decoder, count_config
 
 LLAMA2_7B = {
@@ -80,7 +80,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
 # -- bytes -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moments", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("moments", ["fp32", "bf16", "fp16", "uint8"])
 @pytest.mark.parametrize(
     ("param_dtype", "master"),
     [("bf16", "fp32"), ("bf16", "fp16"), ("bf16", "remainder"), ("fp16", "fp32"), ("fp32", "none")],
@@ -94,8 +94,8 @@ def test_host_bytes_are_those_of_the_optimizer(param_dtype: str, master: str, mo
         master_weights=master != "none",
         master_weight_dtype=torch.float16 if master == "fp16" else torch.float32,
         store_param_remainders=master == "remainder",
-        exp_avg_dtype=PARAM_DTYPES[moments],
-        exp_avg_sq_dtype=PARAM_DTYPES[moments],
+        exp_avg_dtype=STORED_DTYPES[moments],
+        exp_avg_sq_dtype=STORED_DTYPES[moments],
     )
     for param in params:
         optimizer.initialize_state(param)
@@ -104,6 +104,12 @@ def test_host_bytes_are_those_of_the_optimizer(param_dtype: str, master: str, mo
     planned = memory_of(sum(param.numel() for param in params), training)
     assert planned.host_state == pytest.approx(actual, rel=0.02)
     assert planned.resident_state == 0
+
+
+def test_8_bit_moments_take_4_bytes_a_parameter(capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training(master="remainder", exp_avg="uint8", exp_avg_sq="uint8")
+    assert memory_of(10**9, training).host_state == pytest.approx(4.0625e9, rel=1e-4)
+    assert plan(capsys, "--params", "1e9", "--master", "remainder", "--moments", "uint8")
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 0.75, 1.0])

@@ -8,16 +8,22 @@ import torch
 
 from fused_offload.kernels.forms import (
     BF16,
+    BF16_STOCHASTIC,
     FP16,
     FP16_NONZERO,
     FP32,
+    LOG8,
     REMAINDER,
+    ROOT8,
     SCALE_BLOCK,
     Form,
+    Rounding,
     Stored,
     decode,
     encode_,
     join_remainder,
+    rounding_counter,
+    rounding_thresholds,
     split_remainder_,
 )
 
@@ -25,6 +31,10 @@ SCALED = pytest.mark.parametrize("form", [FP16, FP16_NONZERO], ids=["fp16", "fp1
 VALUE_FORMS = pytest.mark.parametrize(
     "form", [FP32, BF16, FP16, FP16_NONZERO], ids=["fp32", "bf16", "fp16", "fp16_nonzero"]
 )
+ALL_FORMS = pytest.mark.parametrize(
+    "form", [FP32, BF16, FP16, FP16_NONZERO, ROOT8, LOG8], ids=["fp32", "bf16", "fp16", "fp16_nonzero", "root8", "log8"]
+)
+STOCHASTIC = pytest.mark.parametrize("form", [BF16_STOCHASTIC, ROOT8, LOG8], ids=lambda form: form.name)
 
 
 def empty(form: Form, numel: int) -> Stored:
@@ -33,21 +43,21 @@ def empty(form: Form, numel: int) -> Stored:
     return Stored(form, data, torch.full((-(-numel // SCALE_BLOCK),), 77.0) if form.scaled else None)
 
 
-def encoded(form: Form, values: torch.Tensor) -> Stored:
+def encoded(form: Form, values: torch.Tensor, thresholds: torch.Tensor | None = None) -> Stored:
     stored = empty(form, values.numel())
-    encode_(stored, values)
+    encode_(stored, values, thresholds)
     return stored
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
 def assert_same_bits(stored: Stored, other: Stored) -> None:
     assert torch.equal(bits(stored.data), bits(other.data))
     assert (stored.scale is None) == (other.scale is None)
     if stored.scale is not None and other.scale is not None:
-        assert torch.equal(stored.scale, other.scale)
+        assert torch.equal(bits(stored.scale), bits(other.scale))
 
 
 def random_fp32(numel: int, seed: int = 0) -> torch.Tensor:
@@ -87,7 +97,7 @@ def test_bf16_rounds_to_the_nearest_even() -> None:
 
 def test_nan_stays_nan_in_every_form() -> None:
     patterns = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -1], dtype=torch.int32)
-    for form in (FP32, BF16, FP16, FP16_NONZERO):
+    for form in (FP32, BF16, FP16, FP16_NONZERO, ROOT8, LOG8):
         assert decode(encoded(form, patterns.view(torch.float32))).isnan().all(), form
 
 
@@ -171,9 +181,10 @@ def test_blocks_of_zeros_and_subnormals_have_the_smallest_scale(form: Form) -> N
     assert torch.equal(bits(decode(stored)), bits(values))
 
 
-@VALUE_FORMS
+@ALL_FORMS
 def test_encoding_what_was_decoded_gives_the_same_bits(form: Form) -> None:
     values = wide_values(2000 * SCALE_BLOCK + 17)
+    values = values.abs() if form.name == "log8" else values
     stored = encoded(form, values)
     assert_same_bits(encoded(form, decode(stored)), stored)
 
@@ -205,21 +216,20 @@ def test_infinities_and_nans_cost_their_neighbours_nothing(form: Form, value: fl
     assert torch.equal(spoilt[~hit], clean[~hit])
 
 
-@VALUE_FORMS
+@ALL_FORMS
 @pytest.mark.parametrize("numel", [1, 127, 128, 129, 255, 3 * 128 + 17])
 def test_partial_last_block(form: Form, numel: int) -> None:
     whole = -(-numel // SCALE_BLOCK) * SCALE_BLOCK
     values = torch.zeros(whole)
-    values[:numel] = wide_values(numel, seed=numel)
+    values[:numel] = wide_values(numel, seed=numel).abs()
     stored, padded = encoded(form, values[:numel]), encoded(form, values)
     assert_same_bits(stored, padded.narrow(0, numel))
     assert torch.equal(decode(stored), decode(padded)[:numel])
 
 
-@VALUE_FORMS
+@ALL_FORMS
 def test_a_narrowed_run_is_the_same_memory(form: Form) -> None:
-    values = wide_values(5 * SCALE_BLOCK)
-    stored = encoded(form, values)
+    stored = encoded(form, wide_values(5 * SCALE_BLOCK).abs())
     middle = stored.narrow(2 * SCALE_BLOCK, SCALE_BLOCK + 9)
     assert torch.equal(decode(middle), decode(stored)[2 * SCALE_BLOCK : 3 * SCALE_BLOCK + 9])
     before = decode(stored)
@@ -247,7 +257,139 @@ def test_decode_writes_where_it_is_told() -> None:
 
 
 def test_stored_bytes_count_scales() -> None:
-    assert [form.stored_bytes(256) for form in (FP32, BF16, FP16, REMAINDER)] == [1024, 512, 520, 512]
+    assert [form.stored_bytes(256) for form in (FP32, BF16, FP16, REMAINDER, LOG8)] == [1024, 512, 520, 512, 264]
+
+
+# -- 8 bits and stochastic rounding ----------------------------------------------------------------------------------
+
+
+def thresholds(numel: int, *, seed: int = 0, step: int = 1, counter: int = 0, moment: int = 0) -> torch.Tensor:
+    return rounding_thresholds(Rounding(seed, step, counter), numel, torch.device("cpu"))[moment]
+
+
+def narrow_values(form: Form, numel: int, seed: int = 0) -> torch.Tensor:
+    """Values over five decades; not negative where the form takes no others."""
+    random = np.random.default_rng(seed)
+    values = torch.from_numpy((random.normal(size=numel) * 10 ** random.uniform(-5, 0, numel)).astype(np.float32))
+    return values.abs() if form is LOG8 else values
+
+
+@STOCHASTIC
+def test_stochastic_rounding_is_right_on_average(form: Form) -> None:
+    values, trials = narrow_values(form, SCALE_BLOCK), 4000
+    repeated = values.repeat(trials)
+    kept = decode(encoded(form, repeated, thresholds(repeated.numel(), seed=5))).double()
+    error = (kept - repeated).view(trials, SCALE_BLOCK)
+    deviation = error.mean(dim=0).abs() / (error.square().mean(dim=0) / trials + 1e-30).sqrt()
+    assert (deviation > 0.1).sum() > SCALE_BLOCK / 2  # there is something to round
+    assert deviation.max() < 5
+
+
+@STOCHASTIC
+@pytest.mark.parametrize("kind", ["narrow", "wide", "bit patterns"])
+def test_what_is_on_the_grid_stays_whatever_the_threshold(form: Form, kind: str) -> None:
+    numel = 300 * SCALE_BLOCK + 17
+    values = {"narrow": narrow_values(form, numel), "wide": wide_values(numel), "bit patterns": random_fp32(numel)}[
+        kind
+    ]
+    values = torch.where(values.isnan(), 1.0, values.abs() if form is LOG8 else values)
+    extremes = [torch.zeros(numel, dtype=torch.int64), torch.full((numel,), 2**32 - 1)]
+    for first in (None, thresholds(numel), *extremes):
+        stored = encoded(form, values, first)
+        for second in (None, thresholds(numel, step=2), *extremes):
+            assert_same_bits(encoded(form, decode(stored), second), stored)
+
+
+def test_root8_keeps_the_largest_magnitude_and_rounds_the_others_to_the_nearest() -> None:
+    values = narrow_values(ROOT8, 300 * SCALE_BLOCK)
+    stored = encoded(ROOT8, values)
+    assert stored.scale is not None
+    largest = values.view(-1, SCALE_BLOCK).abs().amax(dim=1)
+    assert torch.equal(stored.scale, largest)
+    grid = torch.arange(128, dtype=torch.float64).div(127) ** 4
+    quotient = values.double().abs().view(-1, SCALE_BLOCK) / largest.double()[:, None]
+    best = (quotient[..., None] - grid).abs().amin(dim=-1)
+    kept = decode(stored).double().view(-1, SCALE_BLOCK)
+    error = (kept - values.double().view(-1, SCALE_BLOCK)).abs() / largest.double()[:, None]
+    assert ((error - best).abs() <= 2.0**-16 * (4 / 127) + 1e-7).all()
+    assert (kept * values.view(-1, SCALE_BLOCK) >= 0).all()
+
+
+def test_log8_steps_are_an_eighth_over_32_binary_orders() -> None:
+    values = torch.exp2(torch.linspace(-31.4, 0, 100 * SCALE_BLOCK)).view(SCALE_BLOCK, 100).t().flatten()
+    stored = encoded(LOG8, values)
+    assert stored.scale is not None
+    assert set((bits(stored.scale) & 31).tolist()) == {20}
+    error = (decode(stored) / values - 1).abs()
+    assert error.max() <= 1 / 16 + 1e-6
+
+
+@pytest.mark.parametrize(("shift", "orders"), [(20, 30.0), (19, 15.0), (18, 7.5), (17, 3.7), (16, 1.9)])
+def test_log8_takes_the_finest_grid_that_reaches_the_smallest_value(shift: int, orders: float) -> None:
+    values = torch.exp2(torch.linspace(-orders, 0, SCALE_BLOCK)) * 3e-7
+    stored = encoded(LOG8, values)
+    assert stored.scale is not None
+    assert int(bits(stored.scale) & 31) == shift
+    assert ((decode(stored) / values - 1).abs() <= 2.0 ** (shift - 24) + 1e-6).all()
+
+
+@pytest.mark.parametrize("largest", [2.0**-126, 1e-30, 1.0, 3.4e38])
+def test_positive_values_never_become_zero_in_log8(largest: float) -> None:
+    values = torch.logspace(-44, 0, SCALE_BLOCK, dtype=torch.float64).mul(largest).float()
+    values[-1] = largest
+    for taken in (None, torch.zeros(SCALE_BLOCK, dtype=torch.int64), torch.full((SCALE_BLOCK,), 2**32 - 1)):
+        kept = decode(encoded(LOG8, values, taken))
+        assert torch.equal(kept > 0, values > 0)
+        assert kept.isfinite().all()
+
+
+def test_log8_says_what_no_second_moment_can_be() -> None:
+    values = torch.tensor([0.0, -0.0, float("inf"), -1.0, float("-inf"), float("nan"), 1.0])
+    kept = decode(encoded(LOG8, values))
+    assert kept[:3].tolist() == [0.0, 0.0, float("inf")]
+    assert kept[3:6].isnan().all()
+    assert kept[6] == 1.0
+
+
+@pytest.mark.parametrize("form", [ROOT8, LOG8], ids=lambda form: form.name)
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_what_is_not_finite_costs_8_bit_neighbours_nothing(form: Form, value: float) -> None:
+    values = narrow_values(form, SCALE_BLOCK)
+    values[7] = 0.0
+    clean = decode(encoded(form, values))
+    values[7] = value
+    spoilt = decode(encoded(form, values))
+    assert not spoilt[7].isfinite()
+    assert torch.equal(spoilt[:7], clean[:7])
+    assert torch.equal(spoilt[8:], clean[8:])
+
+
+def test_thresholds_are_those_of_the_element() -> None:
+    start = rounding_counter(3, 2**32 - 500)
+    whole = thresholds(1000, counter=start)
+    assert torch.equal(thresholds(600, counter=start + 400), whole[400:])
+    assert len(set(whole.tolist())) == 1000
+    for other in (
+        thresholds(1000, counter=rounding_counter(4, 2**32 - 500)),
+        thresholds(1000, counter=rounding_counter(3, 2**33 - 500)),
+        thresholds(1000, counter=start, seed=1),
+        thresholds(1000, counter=start, step=2),
+        thresholds(1000, counter=start, moment=1),
+    ):
+        assert (other == whole).sum() <= 1
+
+
+@pytest.mark.parametrize("moment", [0, 1])
+def test_thresholds_cover_their_range_evenly(moment: int) -> None:
+    numel = 2**16
+    over_elements = thresholds(numel, counter=rounding_counter(1, 0), moment=moment)
+    over_steps = torch.cat([thresholds(1, step=step, moment=moment) for step in range(1, 1001)])
+    assert np.abs(np.bincount(over_elements.numpy() >> 28, minlength=16) / numel - 1 / 16).max() < 0.004
+    # No chance here: in 1,000 steps no sixteenth is met more than a few times too often.
+    assert np.abs(np.bincount(over_steps.numpy() >> 28, minlength=16) - 62.5).max() < 5
+
+
+# -- remainders ------------------------------------------------------------------------------------------------------
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -20,15 +20,19 @@ from fused_offload.kernels import adam
 from fused_offload.kernels.adam import TABLE_COLUMNS, AmpSignals, LaunchKind, programs_of
 from fused_offload.kernels.forms import (
     BF16,
+    BF16_STOCHASTIC,
     FP16,
     FP16_NONZERO,
     FP32,
+    LOG8,
     REMAINDER,
+    ROOT8,
     SCALE_BLOCK,
     Form,
     Stored,
     decode,
     encode_,
+    rounding_counter,
     split_remainder_,
 )
 from fused_offload.kernels.reference import AdamScalars, AdamState, adam_scalars, adam_step_
@@ -36,6 +40,8 @@ from fused_offload.kernels.reference import AdamScalars, AdamState, adam_scalars
 GUARD = 64  # elements of random bits on both sides of every parameter and gradient
 SIZES = (1, 3, 127, 128, 129, 1023, 1024, 1025, 3 * 1024 + 17)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+EXP_AVG_FORMS = (FP32, BF16, BF16_STOCHASTIC, FP16, ROOT8)
+EXP_AVG_SQ_FORMS = (FP32, BF16, BF16_STOCHASTIC, FP16_NONZERO, LOG8)
 
 
 class Setup(NamedTuple):
@@ -55,7 +61,7 @@ class Setup(NamedTuple):
 
 def covering_setups() -> list[Setup]:
     """Setups in which every pair of two choices occurs, greedily few."""
-    choices = (DTYPES, DTYPES, (FP32, BF16, FP16), (FP32, BF16, FP16_NONZERO), (None, FP32, FP16, REMAINDER))
+    choices = (DTYPES, DTYPES, EXP_AVG_FORMS, EXP_AVG_SQ_FORMS, (None, FP32, FP16, REMAINDER))
     setups = [
         Setup(*choice)
         for choice in itertools.product(*choices, (True, False))
@@ -79,7 +85,10 @@ SCALED = Setup(torch.bfloat16, torch.float32, FP16, FP16_NONZERO, FP16)
 SMALLEST = Setup(torch.bfloat16, torch.bfloat16, BF16, BF16, REMAINDER, adam_w_mode=False)
 # A float32 parameter's master is written and never read.
 FP32_WITH_MASTER = Setup(torch.float32, torch.bfloat16, FP16, FP16_NONZERO, FP16)
-TYPICAL = [Setup(), SCALED, SMALLEST, FP32_WITH_MASTER]
+EIGHT_BIT = Setup(torch.bfloat16, torch.bfloat16, ROOT8, LOG8, REMAINDER)
+STOCHASTIC = Setup(torch.bfloat16, torch.float32, BF16_STOCHASTIC, BF16_STOCHASTIC, REMAINDER)
+EIGHT_BIT_WITH_MASTER = Setup(torch.float32, torch.float32, ROOT8, LOG8, FP32)
+TYPICAL = [Setup(), SCALED, SMALLEST, FP32_WITH_MASTER, EIGHT_BIT, STOCHASTIC, EIGHT_BIT_WITH_MASTER]
 
 # The interpreter computes with numpy, which remarks on inf / inf.
 IGNORE_INVALID = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
@@ -126,6 +135,7 @@ def scalars_of(setup: Setup, step: int, lr: float | torch.Tensor = 0.01) -> Adam
         step=step,
         bias_corrected=True,
         adam_w_mode=setup.adam_w_mode,
+        rounding_seed=1234,
     )
 
 
@@ -134,7 +144,7 @@ def align(numel: int) -> int:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
 class Piece(NamedTuple):
@@ -235,6 +245,7 @@ class World:
                 self.state.narrow(self.starts[segment] + offset, numel),
                 scalars,
                 grad_scale=grad_scale,
+                counter=rounding_counter(segment, offset),
             )
 
     def kernel_step(
@@ -249,10 +260,11 @@ class World:
         rows, programs = [], 0
         for segment, offset, numel in pieces:
             param, grad = self.param(segment)[offset:], self.grad(segment)[offset:]
-            rows.append([programs, param.data_ptr(), grad.data_ptr(), self.starts[segment] + offset, numel])
+            counter = rounding_counter(segment, offset)
+            rows.append([programs, param.data_ptr(), grad.data_ptr(), self.starts[segment] + offset, numel, counter])
             programs += programs_of(numel)
         # Rows beyond the launch's own are another chunk's; this one must not be found.
-        table = torch.tensor([*rows, [0, 0, 0, 0, 2**40]], device=self.params[0].device)
+        table = torch.tensor([*rows, [0, 0, 0, 0, 2**40, 0]], device=self.params[0].device)
         assert table.shape[1] == TABLE_COLUMNS
         kind = LaunchKind(self.setup.param_dtype, self.setup.grad_dtype, numerics=numerics, aligned=aligned)
         adam.adam_step_(table, len(rows), programs, self.state, scalars, kind, amp or AmpSignals())
@@ -300,7 +312,7 @@ def test_every_combination_of_forms(setup: Setup, device: torch.device) -> None:
 
 def test_covering_setups_cover_every_choice() -> None:
     chosen = [set(choices) for choices in zip(*COVERING, strict=True)]
-    assert [len(choices) for choices in chosen] == [3, 3, 3, 3, 4, 2]
+    assert [len(choices) for choices in chosen] == [3, 3, 5, 5, 4, 2]
     assert {setup.param_dtype for setup in COVERING if setup.master is REMAINDER} == {torch.bfloat16}
 
 
@@ -359,7 +371,7 @@ def test_addresses_need_not_be_aligned(setup: Setup, shift: int, device: torch.d
 
 
 @pytest.mark.parametrize(("init_moments", "init_master"), [(True, False), (False, True)])
-@pytest.mark.parametrize("setup", [SCALED, SMALLEST, FP32_WITH_MASTER], ids=str)
+@pytest.mark.parametrize("setup", [SCALED, SMALLEST, FP32_WITH_MASTER, EIGHT_BIT], ids=str)
 def test_moments_and_master_are_initialised_apart(
     setup: Setup, init_moments: bool, init_master: bool, device: torch.device
 ) -> None:
@@ -526,7 +538,7 @@ def test_a_skipped_step_initialises_a_master_beside_existing_moments(setup: Setu
 
 
 @IGNORE_INVALID
-@pytest.mark.parametrize("setup", [SCALED, SMALLEST], ids=str)
+@pytest.mark.parametrize("setup", [SCALED, SMALLEST, EIGHT_BIT], ids=str)
 def test_a_skipped_step_initialises_moments_beside_an_existing_master(setup: Setup, device: torch.device) -> None:
     actual, expected = both(setup, (129, 1025), device, steps=1)
     initialise_moments(expected)

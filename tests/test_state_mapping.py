@@ -29,7 +29,14 @@ FORMS: dict[str, dict[str, Any]] = {
         "exp_avg_dtype": torch.float16,
         "exp_avg_sq_dtype": torch.float16,
     },
+    "uint8": {
+        "master_weights": True,
+        "store_param_remainders": True,
+        "exp_avg_dtype": torch.uint8,
+        "exp_avg_sq_dtype": torch.uint8,
+    },
 }
+SCALED = ("fp16", "uint8")
 each_form = pytest.mark.parametrize("form", FORMS)
 
 
@@ -361,6 +368,22 @@ def test_raw_elements_need_scales(device: torch.device) -> None:
     assert_same_bits(optimizer.get_unscaled_state(params[0], "exp_avg_sq"), torch.full((5,), 0.75))
 
 
+def test_8_bit_elements_are_no_values(device: torch.device) -> None:
+    """Not taken for the numbers 0 to 255 where values are expected, nor where nobody can know their scales."""
+    params, optimizer = make(device, "uint8")
+    raw = optimizer.state[params[0]]["exp_avg"].clone()
+    assert raw.dtype == torch.uint8
+    with pytest.raises(TypeError, match=r"floating point tensor, but got torch\.uint8"):
+        optimizer.set_scaled_state(params[0], "exp_avg", raw)
+    state_dict = optimizer.state_dict()
+    state_dict["state"][0]["exp_avg"] = raw
+    with pytest.raises(TypeError, match=r"floating point tensor, but got torch\.uint8"):
+        optimizer.load_state_dict(state_dict)
+    params, optimizer = make(device, "fp32")
+    with pytest.raises(TypeError, match=r"floating point tensor, but got torch\.uint8"):
+        optimizer.state[params[0]]["exp_avg"] = raw
+
+
 def test_keys_stay_together(device: torch.device) -> None:
     params, optimizer = make(device, "fp32")
     entry = optimizer.state[params[0]]
@@ -376,7 +399,7 @@ def test_keys_stay_together(device: torch.device) -> None:
     assert set(entry) == {"exp_avg", "exp_avg_sq", "master_param"}
 
 
-@each_form
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "uint8"])  # whose elements are no numbers
 def test_writes_into_views_are_honoured(device: torch.device, form: str) -> None:
     params, optimizer = make(device, form)
     twins, other = make(device, form)
@@ -530,7 +553,7 @@ def test_an_entry_moves_with_all_that_belongs_to_it(device: torch.device, form: 
     params, optimizer = make(device, form)
     twins, undisturbed = make(device, form)
     old, new = params[1], torch.nn.Parameter(params[1].detach().clone())
-    if move == "plain dict" and form == "fp16":
+    if move == "plain dict" and form in SCALED:
         with pytest.raises(ValueError, match="no scales yet"):  # they are not in the dict: better no value than another
             MOVES[move](optimizer.state, old, new)
         return
@@ -693,7 +716,7 @@ def test_zeros_written_before_the_first_step(device: torch.device) -> None:
 def test_initialize_state(device: torch.device, form: str, arguments: Any) -> None:
     params, optimizer = make(device, form, steps=0)
     if arguments == "kept":
-        arguments = (form == "remainder",)
+        arguments = ("store_param_remainders" in FORMS[form],)
     for param in params:
         optimizer.initialize_state(param, *arguments)
         optimizer.initialize_state(param, *arguments)  # the second time does nothing
@@ -701,7 +724,7 @@ def test_initialize_state(device: torch.device, form: str, arguments: Any) -> No
         assert set(optimizer.state[param]) == {"exp_avg", "exp_avg_sq", "master_param"}
         assert not optimizer.get_unscaled_state(param, "exp_avg").any()
         master = optimizer.get_unscaled_state(param, "master_param")
-        if form == "remainder":
+        if "store_param_remainders" in FORMS[form]:
             assert not master.any()
         else:
             assert_same_bits(master, param.float())
@@ -738,6 +761,9 @@ UNSCALED = {
     ("fp16", "exp_avg"): (torch.float32, False),
     ("fp16", "exp_avg_sq"): (torch.float32, False),
     ("fp16", "master_param"): (torch.float32, False),
+    ("uint8", "exp_avg"): (torch.float32, False),
+    ("uint8", "exp_avg_sq"): (torch.float32, False),
+    ("uint8", "master_param"): (torch.int16, True),
 }
 
 
@@ -776,6 +802,8 @@ def test_set_scaled_state(device: torch.device, form: str) -> None:
     found = optimizer.get_unscaled_state(params[1], "exp_avg")
     if form == "fp16":
         torch.testing.assert_close(found, values, rtol=2.0**-11, atol=0)
+    elif form == "uint8":  # half of the largest step, from (126 / 127)**4 to 1 of a largest value of 1.5
+        torch.testing.assert_close(found, values, rtol=0, atol=1.5 * 2 / 127)
     else:
         assert_same_bits(found, values)
     optimizer.set_scaled_state(params[1], "exp_avg", found)  # what was read can be written
@@ -784,7 +812,7 @@ def test_set_scaled_state(device: torch.device, form: str) -> None:
         optimizer.set_scaled_state(params[1], "exp_avg", torch.zeros(129))
     with pytest.raises(KeyError, match="max_exp_avg_sq"):
         optimizer.set_scaled_state(params[1], "max_exp_avg_sq", values)
-    if form == "remainder":
+    if "store_param_remainders" in FORMS[form]:
         with pytest.raises(TypeError, match=r"torch\.int16, but got torch\.float32"):
             optimizer.set_scaled_state(params[1], "master_param", values)
     else:

@@ -15,14 +15,15 @@ from fused_offload.staging import RingNeed
 from fused_offload.storage import Layout, extent_place, slot_bytes
 from fused_offload.streaming import streaming_of
 
-from .terms import DTYPES
+from .terms import DTYPES, MOMENT_DTYPES
 
 PARAM_DTYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
+STORED_DTYPES = dict(zip(MOMENT_DTYPES, (*PARAM_DTYPES.values(), torch.uint8), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a model is trained. Dtypes are names of `PARAM_DTYPES`.
+    """How a model is trained. Dtypes are names of `PARAM_DTYPES`, those of moments of `STORED_DTYPES`.
 
     Attributes:
         param_dtype: dtype of the parameters.
@@ -66,8 +67,8 @@ class Training:
         return Layout(
             torch.device("cuda"),
             PARAM_DTYPES[self.param_dtype],
-            EXP_AVG_FORMS[PARAM_DTYPES[self.exp_avg]],
-            EXP_AVG_SQ_FORMS[PARAM_DTYPES[self.exp_avg_sq]],
+            EXP_AVG_FORMS[STORED_DTYPES[self.exp_avg]],
+            EXP_AVG_SQ_FORMS[STORED_DTYPES[self.exp_avg_sq]],
             master,
             resident=False,
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 DTYPES = ("fp32", "bf16", "fp16")
 
+MOMENT_DTYPES = (*DTYPES, "uint8")
+
 MASTERS = ("fp32", "fp16", "remainder", "none")
 
 DEFAULT_LINK_GBPS = 47.0
