@@ -224,8 +224,11 @@ def pictured(everything: list[Results]) -> dict[str, Results]:
 
 def draw_all(everything: list[Results]) -> None:
     """Writes the pictures."""
-    from matplotlib.figure import Figure
-
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        print(f"the pictures stay as they are, since matplotlib is missing ({error})", file=sys.stderr)
+        return
     IMAGES.mkdir(exist_ok=True)
     for name, results in pictured(everything).items():
         figure = Figure(figsize=(8, 4), layout="constrained")
