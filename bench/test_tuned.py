@@ -41,7 +41,7 @@ def test_tuned(
     device: torch.device,
 ) -> None:
     from fused_offload.tuning.choose import DEFAULTS, candidates, label
-    from fused_offload.tuning.measure import NARROW, WIDE, rig
+    from fused_offload.tuning.rig import NARROW, WIDE, rig
 
     if numel > scale.numel:
         pytest.skip("larger than --bench-numel")

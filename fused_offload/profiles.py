@@ -3,51 +3,23 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import importlib.metadata
 import json
 import logging
 import math
 import os
-import platform
-import re
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import cuda_driver, numa
+from .machine_key import MachineKey, read_key
 
 FOLDER_VARIABLE = "FUSED_OFFLOAD_PROFILES"
 """Environment variable that names the folder of profiles; an empty folder means none."""
 
 _FORMAT = 1
-_PACKAGES = ("fused-offload", "torch", "triton")
 _logger = logging.getLogger("fused_offload")
-
-
-@dataclass(frozen=True)
-class MachineKey:
-    """What a profile holds for. Machines of one kind share a profile, also over a home folder that they share.
-
-    Attributes:
-        gpu: as the driver calls it.
-        link: speed and width of its PCIe link, or ``"unknown"`` where the kernel does not say.
-        host: CPU model, number of CPUs and NUMA nodes.
-        versions: of what decides how fast a step is.
-    """
-
-    gpu: str
-    link: str
-    host: str
-    versions: Mapping[str, str]
-
-    @property
-    def file_name(self) -> str:
-        """Name of the profile's file; versions are not in it, so that an outdated profile is found and replaced."""
-        digest = hashlib.sha256("\n".join((self.gpu, self.link, self.host)).encode()).hexdigest()
-        return f"{re.sub('[^A-Za-z0-9]+', '-', self.gpu).strip('-')}-{digest[:12]}.json"
 
 
 class Choice(NamedTuple):
@@ -151,48 +123,6 @@ def folder() -> Path:
     import platformdirs  # only here, so that an installation without dependencies can train
 
     return platformdirs.user_data_path("fused-offload") / "profiles"
-
-
-def read_key(index: int, sysfs: Path = numa.SYSFS) -> MachineKey:
-    """The key of a GPU of this process. Makes no CUDA context.
-
-    Args:
-        index: of the device.
-        sysfs: where the kernel shows its devices.
-
-    Raises:
-        RuntimeError: if there is no such device, or no driver.
-    """
-    return MachineKey(
-        gpu=cuda_driver.device_name(index),
-        link=_read_link(cuda_driver.pci_bus_id(index), sysfs),
-        host=f"{_cpu_name()}, {os.cpu_count()} CPUs, {max(1, len(numa.node_folders(sysfs)))} NUMA nodes",
-        versions={**{name: _version(name) for name in _PACKAGES}, "CUDA driver": cuda_driver.driver_version()},
-    )
-
-
-def _read_link(bus: str, sysfs: Path) -> str:
-    pci = numa.pci_folder(bus, sysfs)
-    try:
-        speed, width = (pci / "max_link_speed").read_text().strip(), (pci / "current_link_width").read_text().strip()
-    except OSError:
-        return "unknown"
-    return f"{speed} x{width}"
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def save(profile: Profile, where: Path | None = None) -> Path:

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from fused_offload import OffloadConfig, cuda_driver, profiles
+from fused_offload import OffloadConfig, cuda_driver, machine_key, profiles
 from fused_offload.cli import main
 from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, MIB
-from fused_offload.profiles import Choice, Found, MachineKey, Profile, Timing
+from fused_offload.machine_key import MachineKey
+from fused_offload.profiles import Choice, Found, Profile, Timing
 from fused_offload.streaming import Streaming, streaming_of
 from fused_offload.tuning.choose import DEFAULTS, Timed, candidates, choose, worth_another_look
 
@@ -190,12 +191,12 @@ def test_the_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(cuda_driver, "device_name", lambda index: f"GPU {index}")
     monkeypatch.setattr(cuda_driver, "pci_bus_id", lambda index: "0000:3B:00.0")
     monkeypatch.setattr(cuda_driver, "driver_version", lambda: "13.0")
-    assert profiles.read_key(1, tmp_path).link == "unknown"
+    assert machine_key.read_key(1, tmp_path).link == "unknown"
     device = tmp_path / "bus" / "pci" / "devices" / "0000:3b:00.0"
     device.mkdir(parents=True)
     (device / "max_link_speed").write_text("32.0 GT/s PCIe\n")
     (device / "current_link_width").write_text("8\n")
-    key = profiles.read_key(1, tmp_path)
+    key = machine_key.read_key(1, tmp_path)
     assert (key.gpu, key.link) == ("GPU 1", "32.0 GT/s PCIe x8")
     assert key.host.endswith("1 NUMA nodes")
     assert key.versions["CUDA driver"] == "13.0"
@@ -322,10 +323,11 @@ def test_plan_says_why_a_profile_is_ignored(
 def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with a GPU whose measurements are made up; the folder of its profiles."""
     measure = pytest.importorskip("fused_offload.tuning.measure")
+    link = pytest.importorskip("fused_offload.tuning.link")
     monkeypatch.setenv(profiles.FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(profiles, "read_key", lambda index: KEY)
+    monkeypatch.setattr("fused_offload.tuning.tune_command.read_key", lambda index: KEY)
 
     def tune(key: MachineKey, device: torch.device, seconds: float, report: Any) -> Any:
         assert (key, device, seconds) == (KEY, CUDA, 45.0)
@@ -335,7 +337,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
             measure.Swept(20_000_000, SMALL.state_bytes, tuple(ways), SMALL),
             measure.Swept(250_000_000, LARGE.state_bytes, tuple(ways), LARGE),
         )
-        return measure.Tuning(PROFILE, (measure.LinkRate(16, 54.0, 53.0, 47.0),), 3.0, swept, 44.0)
+        return measure.Tuning(PROFILE, (link.LinkRate(16, 54.0, 53.0, 47.0),), 3.0, swept, 44.0)
 
     monkeypatch.setattr(measure, "tune", tune)
     return tmp_path
@@ -420,4 +422,4 @@ def test_a_gpu_is_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
     assert report["saved_as"]
     assert all(rate["duplex_gbps"] > 1 for rate in report["link"])
     assert [step["state_bytes"] for step in report["steps"]] == pytest.approx([24_000_000, 96_000_000], rel=0.01)
-    assert profiles.find(profiles.read_key(0)).profile is not None
+    assert profiles.find(machine_key.read_key(0)).profile is not None

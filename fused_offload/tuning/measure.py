@@ -1,69 +1,35 @@
-"""Measures a GPU, its link, and optimizer steps over the ways to stream their state. Needs a CUDA GPU."""
+"""Measures a GPU: its link, and optimizer steps over the ways to stream their state."""
 
 from __future__ import annotations
 
 import datetime
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, cuda_driver, numa
-from fused_offload.config import MIB
+from fused_offload import OffloadConfig
 from fused_offload.hostmem import available_host_bytes
-from fused_offload.pinned import PinnedSlab
-from fused_offload.pipeline import DeviceQueues
-from fused_offload.profiles import Choice, MachineKey, Profile, Timing
+from fused_offload.machine_key import MachineKey
+from fused_offload.profiles import Choice, Profile, Timing
 from fused_offload.streaming import Streaming
 
-from .choose import DEFAULTS, Timed, candidates, choose, worth_another_look
+from .choose import Timed, candidates, choose, worth_another_look
+from .link import LinkRate, Report, measure_link
+from .rig import NARROW, WIDE, Rig, rig
 
-COPY_MIB = (1, 4, 16, 48)
 ROUNDS = 3
 MORE_ROUNDS = 5
-_LINK_BYTES = 192 * MIB  # each way, of one measurement
 _SMALL_NUMEL = 20_000_000
 _STEP_SECONDS = 0.06  # of the large state, roughly: long enough to be measured, short enough to try everything
 _MOST_BYTES = 3_000_000_000
 _SHARE_OF_MEMORY = 0.25  # that tuning takes of what is free, on host and GPU
-_TENSORS = 16
-
-WIDE: dict[str, Any] = {"master_weights": True}
-"""float32 master and moments, 12 bytes a parameter: the most that there is."""
-
-NARROW: dict[str, Any] = {
-    "master_weights": True,
-    "store_param_remainders": True,
-    "exp_avg_dtype": torch.bfloat16,
-    "exp_avg_sq_dtype": torch.bfloat16,
-}
-"""Remainder and bfloat16 moments, 6 bytes a parameter."""
 
 _WIDE_BYTES = 12
-
-Report = Callable[[str, int, int], None]
-"""Called with what is being measured, how many measurements of it are done, and how many there are."""
-
-
-class LinkRate(NamedTuple):
-    """What copies of one size reach, in GB/s.
-
-    Attributes:
-        copy_mib: size of a copy, MiB.
-        h2d_gbps: to the GPU alone.
-        d2h_gbps: from the GPU alone.
-        duplex_gbps: each way, both at once.
-    """
-
-    copy_mib: int
-    h2d_gbps: float
-    d2h_gbps: float
-    duplex_gbps: float
 
 
 class Swept(NamedTuple):
@@ -162,130 +128,6 @@ def sizes(duplex_gbps: float, host_bytes: int, gpu_bytes: int) -> tuple[int, int
 
 def _free_bytes(device: torch.device) -> tuple[int, int]:
     return available_host_bytes()[0], torch.cuda.mem_get_info(device)[0]
-
-
-# -- the link --------------------------------------------------------------------------------------------------------
-
-
-def measure_link(device: torch.device, report: Report) -> list[LinkRate]:
-    """Rates of copies between page-locked memory and the GPU, by their size.
-
-    Args:
-        device: the GPU.
-        report: told about the progress.
-    """
-    queues = DeviceQueues.of(device)
-    nbytes = max(COPY_MIB) * MIB
-    slab = PinnedSlab(2 * nbytes, pin=True, numa_node=numa.preferred_node(device))
-    try:
-        memory = torch.empty(2 * nbytes, dtype=torch.uint8, device=device)
-        host, gpu = slab.bytes.data_ptr(), memory.data_ptr()
-
-        def copy(size: int, *, down: bool, up: bool) -> None:
-            for _ in range(_LINK_BYTES // size):
-                if down:
-                    cuda_driver.copy_to_device_async(gpu, host, size, queues.h2d.cuda_stream)
-                if up:
-                    cuda_driver.copy_to_host_async(host + nbytes, gpu + nbytes, size, queues.d2h.cuda_stream)
-
-        rates = []
-        for done, mib in enumerate(COPY_MIB):
-            report("link", done, len(COPY_MIB))
-            directions = [(True, False), (False, True), (True, True)]
-            times = [_wall_ms(lambda: copy(mib * MIB, down=down, up=up)) for down, up in directions]  # noqa: B023
-            moved = _LINK_BYTES // (mib * MIB) * mib * MIB
-            rates.append(LinkRate(mib, *(moved / ms / 1e6 for ms in times)))
-        report("link", len(COPY_MIB), len(COPY_MIB))
-        return rates
-    finally:
-        slab.close()
-
-
-def _wall_ms(run: Callable[[], Any]) -> float:
-    """Median time of work that is waited for, after one run to warm up."""
-    run()
-    samples = []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        samples.append((time.perf_counter() - start) * 1e3)
-    return median(samples)
-
-
-# -- steps -----------------------------------------------------------------------------------------------------------
-
-
-class Rig:
-    """An optimizer whose steps are timed by any way to stream, on the same page-locked memory.
-
-    Attributes:
-        param_numel: elements that it steps.
-    """
-
-    def __init__(self, numel: int, forms: dict[str, Any], offload: OffloadConfig, device: torch.device) -> None:
-        """Takes the memory of parameters, gradients and state.
-
-        Args:
-            numel: bfloat16 parameters.
-            forms: keyword arguments of the optimizer.
-            offload: what is offloaded.
-            device: the GPU.
-        """
-        self.param_numel = numel // _TENSORS * _TENSORS
-        params = [
-            torch.nn.Parameter(torch.full((numel // _TENSORS,), 0.02, dtype=torch.bfloat16, device=device))
-            for _ in range(_TENSORS)
-        ]
-        # Zeros would be kinder to a GPU's power than any gradient is.
-        values = torch.randn(numel // _TENSORS, device=device).bfloat16()
-        for param in params:
-            param.grad = values.clone()
-        self.optimizer = FusedOffloadAdam(params, lr=1e-4, weight_decay=0.1, offload=offload, **forms)
-        self.step_ms()
-
-    @property
-    def state_bytes(self) -> int:
-        """Of the state in host memory."""
-        return sum(self.optimizer.memory_report().host_bytes.values())
-
-    def step_ms(self) -> float:
-        """One step, from an idle GPU until the state is back in host memory."""
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        self.optimizer.step()
-        self.optimizer.synchronize()
-        torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e3
-
-    def time(self, streaming: Streaming, steps: int = 2) -> list[float]:
-        """Steps by one way to stream, after one that takes its ring and compiles its kernels.
-
-        Args:
-            streaming: the way.
-            steps: how many.
-        """
-        self.optimizer._stepper.reconfigure(config_of(streaming))
-        self.step_ms()
-        return [self.step_ms() for _ in range(steps)]
-
-
-def config_of(streaming: Streaming) -> OffloadConfig:
-    """The configuration that streams in one way and no other."""
-    if streaming.programs is not None:
-        return OffloadConfig(transport="zero_copy", zero_copy_programs=streaming.programs)
-    return OffloadConfig(transport="copy", chunk_bytes=streaming.chunk_bytes, depth=streaming.depth)
-
-
-@contextmanager
-def rig(numel: int, forms: dict[str, Any], device: torch.device) -> Iterator[Rig]:
-    """A `Rig` with all state offloaded, which gives its memory back."""
-    made = Rig(numel, forms, config_of(DEFAULTS), device)
-    try:
-        yield made
-    finally:
-        made.optimizer.close()
 
 
 def sweep(steps: Any, deadline: float, report: Report) -> Swept:

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from fused_offload import profiles
 from fused_offload.config import MIB
+from fused_offload.machine_key import read_key
 
 from . import measure
 from .choose import Timed
@@ -30,7 +31,7 @@ def tune(options: argparse.Namespace) -> int:
     _check(options)
     device = torch.device("cuda", options.device)
     try:
-        key = profiles.read_key(options.device)
+        key = read_key(options.device)
         with _ProgressBar() as bar:
             tuning = measure.tune(key, device, options.seconds, bar.report)
     except RuntimeError as error:  # too little memory, or the driver refuses

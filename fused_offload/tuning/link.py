@@ -1,0 +1,85 @@
+"""Measures the link by itself: page-locked memory to the GPU, from it, and both at once, by size of a copy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+
+from fused_offload import cuda_driver, numa
+from fused_offload.config import MIB
+from fused_offload.pinned import PinnedSlab
+from fused_offload.pipeline import DeviceQueues
+
+COPY_MIB = (1, 4, 16, 48)
+ROUNDS = 3
+_LINK_BYTES = 192 * MIB  # each way, of one measurement
+
+Report = Callable[[str, int, int], None]
+"""Called with what is being measured, how many measurements of it are done, and how many there are."""
+
+
+class LinkRate(NamedTuple):
+    """What copies of one size reach, in GB/s.
+
+    Attributes:
+        copy_mib: size of a copy, MiB.
+        h2d_gbps: to the GPU alone.
+        d2h_gbps: from the GPU alone.
+        duplex_gbps: each way, both at once.
+    """
+
+    copy_mib: int
+    h2d_gbps: float
+    d2h_gbps: float
+    duplex_gbps: float
+
+
+def measure_link(device: torch.device, report: Report) -> list[LinkRate]:
+    """Rates of copies between page-locked memory and the GPU, by their size.
+
+    Args:
+        device: the GPU.
+        report: told about the progress.
+    """
+    queues = DeviceQueues.of(device)
+    nbytes = max(COPY_MIB) * MIB
+    slab = PinnedSlab(2 * nbytes, pin=True, numa_node=numa.preferred_node(device))
+    try:
+        memory = torch.empty(2 * nbytes, dtype=torch.uint8, device=device)
+        host, gpu = slab.bytes.data_ptr(), memory.data_ptr()
+
+        def copy(size: int, *, down: bool, up: bool) -> None:
+            for _ in range(_LINK_BYTES // size):
+                if down:
+                    cuda_driver.copy_to_device_async(gpu, host, size, queues.h2d.cuda_stream)
+                if up:
+                    cuda_driver.copy_to_host_async(host + nbytes, gpu + nbytes, size, queues.d2h.cuda_stream)
+
+        rates = []
+        for done, mib in enumerate(COPY_MIB):
+            report("link", done, len(COPY_MIB))
+            directions = [(True, False), (False, True), (True, True)]
+            times = [_wall_ms(lambda: copy(mib * MIB, down=down, up=up)) for down, up in directions]  # noqa: B023
+            moved = _LINK_BYTES // (mib * MIB) * mib * MIB
+            rates.append(LinkRate(mib, *(moved / ms / 1e6 for ms in times)))
+        report("link", len(COPY_MIB), len(COPY_MIB))
+        return rates
+    finally:
+        slab.close()
+
+
+def _wall_ms(run: Callable[[], Any]) -> float:
+    """Median time of work that is waited for, after one run to warm up."""
+    run()
+    samples = []
+    for _ in range(ROUNDS):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - start) * 1e3)
+    return median(samples)
