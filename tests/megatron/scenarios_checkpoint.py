@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from checkpoints import FORMATS, GATHERED, as_received, handed_to_writer, load, save, start_saving
 from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, te_branches
+from reference_optimizer import Forms
 from registry import BOTH_WORLDS, Context, Phase, scenario
 from scenarios_training import FORMS, LAYOUTS, SMALL_CHUNK
 from stand_in import placed_on_gpu
@@ -16,6 +17,7 @@ from stand_in import placed_on_gpu
 _PADDED = Layout(bucket_size=SEVERAL_BUCKETS, overlap_grad_reduce=True)
 BEFORE, AFTER = 2, 2
 """Iterations before the save and after it."""
+EIGHT_BITS = "remainders, 8-bit moments"
 
 
 class Resume(NamedTuple):
@@ -44,7 +46,8 @@ class Resume(NamedTuple):
 
     def spec(self) -> JobSpec:
         config = (("use_precision_aware_optimizer", False),) if self.megatrons_masters else ()
-        return JobSpec(self.optimizer, FORMS[self.forms], LAYOUTS[self.layout], fraction=0.3, config=config)
+        forms = {**FORMS, EIGHT_BITS: Forms(torch.uint8, remainders=True)}[self.forms]
+        return JobSpec(self.optimizer, forms, LAYOUTS[self.layout], fraction=0.3, config=config)
 
 
 RESUMES = [
@@ -56,6 +59,7 @@ RESUMES = [
     *(Resume(kind, "dense and experts", "fp32", 0) for kind in ("dp_reshardable", "fully_reshardable")),
     Resume(GATHERED, "several buckets", "remainders"),
     *(Resume(kind, "several buckets", "fp32", megatrons_masters=True) for kind in FORMATS),
+    *(Resume(kind, "several buckets", EIGHT_BITS) for kind in FORMATS),
     # Where TransformerEngine is installed, Megatron looks for step counts elsewhere; and there are two places to be in.
     *(Resume(kind, "dense and experts", "fp32", with_te=True) for kind in FORMATS),
     *(Resume(kind, "all overlapped", "remainders", BEFORE, "ours as FusedAdam", True) for kind in FORMATS),
