@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 import time
 import warnings
 import weakref
@@ -13,7 +14,8 @@ import torch
 
 _ASSUMED_BYTES_PER_S = 40e9  # until a prefetch was timed
 _MARGIN = 1.25  # of the time that the copies need: beside forward and backward they are slower than alone
-_SMALLEST_SHARE = 1 / 256  # parameters below this share of the model give no occasion to look at memory
+_OCCASIONS = 32  # of a backward pass to look at memory: each costs the host what it takes to launch a few kernels
+_CALM_STEPS = 100  # without a retry of the allocator, before a window that was made smaller grows again
 
 
 class Prefetching(Protocol):
@@ -34,13 +36,20 @@ class Prefetching(Protocol):
     def allocated_bytes(self) -> int:
         """GPU bytes that are allocated now."""
 
+    def allocation_retries(self) -> int:
+        """How often the allocator ran out of GPU memory and waited for some so far."""
+
+    def window_bytes(self) -> int:
+        """GPU bytes of state that is on the GPU or on its way there."""
+
 
 class Attachment:
     """Watches a model's microbatches, and prefetches so that the copies end when backward does.
 
     A fixed window is prefetched as one, at the beginning of the microbatch that leaves enough time. With ``"auto"`` it
     grows during the backward pass of the last microbatch, into memory that activations have given back: never beyond
-    what one iteration without it took.
+    what one iteration without it took. Its memory is in use until it is written back, under the next forward pass.
+    Where the GPU has too little for both, torch's allocator waits for the write-back; the window is halved then.
 
     The model's hooks do not keep the optimizer alive: when it is gone, they do nothing.
 
@@ -77,12 +86,13 @@ class Attachment:
         self._began: float | None = None
         self._iteration_seconds: float | None = None
         self._peak_bytes = 0
+        self._room = WindowRoom()
         self._warned = False
         self._handles = [optimizer.register_step_post_hook(self._stepped)]
         self._handles += [model.register_forward_pre_hook(self._forward_begins) for model in models]
         if window_bytes == "auto":
             self._handles += [
-                param.register_post_accumulate_grad_hook(self._grad_is_ready) for param in _large_params(models)
+                param.register_post_accumulate_grad_hook(self._grad_is_ready) for param in _occasions(models)
             ]
 
     def detach(self) -> None:
@@ -137,8 +147,10 @@ class Attachment:
         if self._steps == 1:  # the first iteration after there is state, and still without a window
             self._peak_bytes = max(self._peak_bytes, optimizer.allocated_bytes())
         elif self._steps > 1 and self._seen >= self._microbatches:
-            self.budget_bytes = self._peak_bytes - optimizer.allocated_bytes()
+            room = self._peak_bytes - optimizer.allocated_bytes()
+            self.budget_bytes = min(room, self._room.limit_bytes - optimizer.window_bytes())
             optimizer.prefetch()
+            self._room.used_bytes = optimizer.window_bytes()
 
     def _stepped(self, *_: Any) -> None:
         if self._given and self._seen != self._microbatches and self._steps > 1 and not self._warned:
@@ -152,9 +164,51 @@ class Attachment:
             self._microbatches = self._seen
         self._seen = 0
         self._steps += 1
+        if self.budget_bytes is not None and self._optimizer is not None:
+            self._room.stepped(self._optimizer.allocation_retries())
 
 
-def _large_params(models: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
+class WindowRoom:
+    """How large a window may become without the allocator having to wait for memory.
+
+    Attributes:
+        limit_bytes: most that the window may take.
+        used_bytes: what it takes now.
+    """
+
+    def __init__(self) -> None:
+        """No limit is known."""
+        self.limit_bytes = sys.maxsize
+        self.used_bytes = 0
+        self._retries: int | None = None
+        self._calm_steps = 0
+
+    def stepped(self, retries: int) -> None:
+        """Halves the limit if the allocator had to wait since the last step; doubles it after many steps without.
+
+        Args:
+            retries: of the allocator so far.
+        """
+        if self._retries is not None and retries > self._retries and self.used_bytes:
+            self.limit_bytes = self.used_bytes // 2
+            self._calm_steps = 0
+        else:
+            self._calm_steps += 1
+            if self._calm_steps >= _CALM_STEPS:
+                self.limit_bytes = min(2 * self.limit_bytes, sys.maxsize)
+                self._calm_steps = 0
+        self._retries = retries
+
+
+def _occasions(models: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Parameters whose gradients come up at about even distances in a backward pass, its first one included."""
     params = [param for model in models for param in model.parameters() if param.requires_grad]
-    total = sum(param.numel() for param in params)
-    return [param for param in params if param.numel() >= total * _SMALLEST_SHARE]
+    distance = sum(param.numel() for param in params) / _OCCASIONS
+    chosen = []
+    since = math.inf
+    for param in reversed(params):
+        since += param.numel()
+        if since >= distance:
+            chosen.append(param)
+            since = 0
+    return chosen

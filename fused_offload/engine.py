@@ -147,7 +147,16 @@ class Engine:
 
     def allocated_bytes(self) -> int:
         """GPU bytes that are allocated on the devices in use."""
-        return sum(torch.cuda.memory_allocated(device) for device in self.pipelines)
+        return sum(stats["allocated_bytes"]["all"]["current"] for stats in self._allocators())
+
+    def allocation_retries(self) -> int:
+        """How often torch's allocator ran out of memory on the devices in use, and waited for some."""
+        return sum(stats["num_alloc_retries"] for stats in self._allocators())
+
+    def _allocators(self) -> list[dict[str, Any]]:
+        # As torch keeps them: torch.cuda.memory_allocated sorts all of them into a flat dictionary first.
+        stats = [torch.cuda.memory_stats_as_nested_dict(device) for device in self.pipelines]
+        return [known for known in stats if known]
 
     def last_step_report(self) -> StepReport | None:
         """The last step that all devices are through with, or None."""
@@ -162,6 +171,11 @@ class Engine:
     def pending_skips(self) -> int:
         """Steps of which the host does not know yet whether the device skipped them."""
         return max((pipeline.skips.pending for pipeline in self.pipelines.values()), default=0)
+
+    def wait_for_skips(self) -> None:
+        """Waits on the host until the outcome of every step is known; `learn_skips` takes them in."""
+        for pipeline in self.pipelines.values():
+            pipeline.skips.wait()
 
     def learn_skips(self) -> int:
         """Skipped steps that the host learns of now, without waiting unless it is far ahead.

@@ -650,6 +650,14 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         """GPU bytes that are allocated now on the devices of the parameters, by whomever."""
         return self._stepper.engine.allocated_bytes()
 
+    def allocation_retries(self) -> int:
+        """How often torch's allocator ran out of memory on those devices, and waited for some, so far."""
+        return self._stepper.engine.allocation_retries()
+
+    def window_bytes(self) -> int:
+        """GPU bytes of state that was prefetched, or is on its way to the GPU."""
+        return sum(block.nbytes for block in self._stepper.engine.window())
+
     def cancel_prefetch(self) -> None:
         """Gives the memory of `prefetch` back without a step."""
         self._stepper.engine.cancel_prefetch()

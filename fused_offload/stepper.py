@@ -156,6 +156,8 @@ class Stepper:
             wanted: parameters that get state, asked for only when something changed.
             part: which part of a step this is, if it is not the last one. Only the last one counts the step.
         """
+        if amp.found_inf is None:
+            self.engine.wait_for_skips()  # without a signal, the kernel takes its step's number from the host
         self.take_in_skips(param_groups)
         entries = self._ready_entries(updates, wanted)
         if self.engine.window() and self._store.views_version() != self._prefetched_version:

@@ -17,7 +17,7 @@ from fused_offload.attach import Attachment
 class FakeOptimizer:
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.copy_s, self.allocated = 0.5, 1000
+        self.copy_s, self.allocated, self.retries, self.window = 0.5, 1000, 0, 0
         self.attachment: Attachment | None = None
         self.hooks: list[Any] = []
 
@@ -25,6 +25,7 @@ class FakeOptimizer:
         assert self.attachment is not None
         budget = self.attachment.budget_bytes
         self.events.append("prefetch" if budget is None else f"prefetch {budget}")
+        self.window += max(0, budget or 0)
 
     def cancel_prefetch(self) -> None:
         self.events.append("cancel")
@@ -35,6 +36,12 @@ class FakeOptimizer:
     def allocated_bytes(self) -> int:
         return self.allocated
 
+    def allocation_retries(self) -> int:
+        return self.retries
+
+    def window_bytes(self) -> int:
+        return self.window
+
     def register_step_post_hook(self, hook: Any) -> Any:
         self.hooks.append(hook)
         return self
@@ -44,6 +51,7 @@ class FakeOptimizer:
 
     def step(self) -> None:
         self.events.append("step")
+        self.window = 0
         for hook in self.hooks:
             hook(self, (), {})
 
@@ -144,6 +152,45 @@ def test_auto_grows_into_what_activations_gave_back(monkeypatch: pytest.MonkeyPa
     assert events[:2] == ["forward", "forward"]  # in the last microbatch only
     loop.optimizer.allocated = 1200
     assert "prefetch -200" in loop.iteration(2)  # which loads nothing
+
+
+def test_auto_shrinks_where_the_allocator_had_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch, window="auto", microbatches=1)
+    optimizer = loop.optimizer
+
+    def window() -> int:
+        """Bytes that the window reached in one iteration."""
+        reached = []
+        step = optimizer.step
+        monkeypatch.setattr(optimizer, "step", lambda: (reached.append(optimizer.window), step()))
+        loop.iteration(1)
+        monkeypatch.setattr(optimizer, "step", step)
+        return reached[0]
+
+    loop.iteration(1)
+    optimizer.retries = 3  # before there is a window they have other reasons
+    loop.iteration(1)
+    optimizer.allocated = 400
+    full = window()
+    assert full == 4 * 600  # at each of four gradients, all that is free
+    optimizer.retries = 4
+    assert window() == full  # the window before this step did it
+    assert window() == full // 2
+    optimizer.retries = 6
+    assert window() == full // 2
+    assert window() == full // 4
+    for _ in range(100):
+        assert window() in (full // 4, full // 2)
+    assert window() == full // 2  # after many steps without, it tries again
+
+
+def test_memory_is_looked_at_a_few_times_in_a_pass_however_many_parameters() -> None:
+    layers = [torch.nn.Linear(8, 8) for _ in range(200)]
+    chosen = attach._occasions([torch.nn.Sequential(*layers)])
+    assert 25 <= len(chosen) <= 33
+    assert chosen[0] is layers[-1].bias  # the first one whose gradient comes up
+    chosen = attach._occasions([torch.nn.Sequential(*layers[:2], torch.nn.Linear(1000, 1000))])
+    assert len(chosen) <= 4
 
 
 def test_detached_is_detached(monkeypatch: pytest.MonkeyPatch) -> None:

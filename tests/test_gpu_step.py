@@ -71,6 +71,29 @@ def test_skipped_on_the_device_without_a_sync(forms: str, fraction: float) -> No
     assert optimizer.param_groups[0]["step"] == reference.param_groups[0]["step"] == 5
 
 
+def test_a_step_without_a_signal_knows_which_steps_before_it_were_skipped() -> None:
+    """Its number must not depend on how far the device has got when it is enqueued."""
+    params, clean = make_params(), make_params()
+    optimizer = FusedOffloadAdam(params, lr=1e-2, offload=SMALL, **FORMS["fp32"])
+    reference = FusedOffloadAdam(clean, lr=1e-2, offload=SMALL, **FORMS["fp32"])
+    flag = torch.ones(1, device="cuda")
+    for step in range(4):
+        set_grads(params, step)
+        if step == 2:
+            torch.cuda.synchronize()
+            torch.cuda._sleep(200_000_000)  # the skip is not known yet when the next step is enqueued
+            optimizer.found_inf = flag  # type: ignore[attr-defined]
+            optimizer.step()
+            del optimizer.found_inf  # type: ignore[attr-defined]
+        else:
+            optimizer.step()
+            set_grads(clean, step)
+            reference.step()
+    assert all_equal(copies(params), copies(clean))
+    assert all_equal(state_bits(optimizer), state_bits(reference))
+    assert optimizer.param_groups[0]["step"] == 3
+
+
 def test_a_skipped_first_step_leaves_the_parameter_as_master() -> None:
     params = make_params(((1000, 1000),))
     optimizer = FusedOffloadAdam(params, lr=0.0, offload=SMALL, **FORMS["fp32"])

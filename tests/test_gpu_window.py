@@ -178,9 +178,10 @@ def hundred_steps(forms: str, config: OffloadConfig) -> Outcome:
     """Windows and skipped steps at random, the same ones for every configuration."""
     rng = random.Random(5)
     params, optimizer = build(forms, config)
+    has_window = bool(config.window_bytes)
     for step in range(100):
         nbytes = rng.choice((0, 3 * MIB, 10 * MIB, ALL))
-        if config.window_bytes:
+        if has_window:
             object.__setattr__(optimizer.offload, "window_bytes", nbytes)
         optimizer.prefetch()
         set_grads(params, step)
