@@ -14,6 +14,7 @@ import argparse
 import gc
 import json
 import time
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from torch.nn import functional
 from fused_offload import FusedOffloadAdam, OffloadConfig
 
 ALL = 2**50
+RING_BYTES = 160 * 2**20
 FORMS: dict[str, dict[str, Any]] = {
     "6B": {
         "master_weights": True,
@@ -84,12 +86,14 @@ class Case(NamedTuple):
         form: key of `FORMS`, or None for a loop without optimizer.
         config: how the state moves.
         half: whether the window is half of the state.
+        full_gpu: whether the GPU has no more memory than the loop without an optimizer took, and the ring.
     """
 
     microbatches: int
     form: str | None
     config: OffloadConfig | None = None
     half: bool = False
+    full_gpu: bool = False
 
 
 def all_cases() -> dict[str, Case]:
@@ -103,6 +107,7 @@ def all_cases() -> dict[str, Case]:
         "half-6B-4": Case(4, "6B", everything, half=True),
         "window-6B-4": Case(4, "6B", everything),
         "auto-6B-4": Case(4, "6B", auto),
+        "auto-6B-4-full-gpu": Case(4, "6B", auto, full_gpu=True),
         "resident-6B-8": Case(8, "6B", resident),
         "window-6B-8": Case(8, "6B", everything),
         "auto-6B-8": Case(8, "6B", auto),
@@ -113,8 +118,21 @@ def all_cases() -> dict[str, Case]:
     }
 
 
-def train(case: Case, args: argparse.Namespace) -> dict[str, Any]:
-    """Runs one case."""
+def train(case: Case, args: argparse.Namespace, baseline: dict[str, Any]) -> dict[str, Any]:
+    """Runs one case.
+
+    Args:
+        case: which.
+        args: the command line.
+        baseline: result of the loop without an optimizer, if it has run.
+    """
+    total_bytes = torch.cuda.get_device_properties(0).total_memory
+    allowed_bytes, warmup = total_bytes, args.warmup
+    if case.full_gpu:
+        # A little more for the allocator's rounding, and iterations in which the window finds its size.
+        allowed_bytes = int(1.02 * baseline["peak_reserved_bytes"]) + RING_BYTES
+        warmup += 6
+    torch.cuda.set_per_process_memory_fraction(allowed_bytes / total_bytes)
     torch.manual_seed(0)
     with torch.device("cuda"):
         model = Gpt(args).bfloat16()
@@ -130,9 +148,9 @@ def train(case: Case, args: argparse.Namespace) -> dict[str, Any]:
             attachment = optimizer.attach(model, microbatches=case.microbatches)
     tokens = torch.randint(0, args.vocab, (args.batch, args.length + 1), device="cuda")
     window = []
-    begins = [torch.cuda.Event(enable_timing=True) for _ in range(args.warmup + args.iterations + 1)]
+    begins = [torch.cuda.Event(enable_timing=True) for _ in range(warmup + args.iterations + 1)]
     for iteration, begin in enumerate(begins):
-        if iteration == args.warmup:
+        if iteration == warmup:
             torch.cuda.reset_peak_memory_stats()
         begin.record()
         for _ in range(case.microbatches):
@@ -143,7 +161,7 @@ def train(case: Case, args: argparse.Namespace) -> dict[str, Any]:
             optimizer.step()
         model.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
-    timed = begins[args.warmup :]
+    timed = begins[warmup:]
     result = {
         "microbatches": case.microbatches,
         "form": case.form,
@@ -152,6 +170,7 @@ def train(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         "iterations_ms": [begin.elapsed_time(end) for begin, end in pairwise(timed)],
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+        "allocation_retries": torch.cuda.memory_stats()["num_alloc_retries"],
         "window_bytes": window,
     }
     if optimizer is not None:
@@ -161,6 +180,7 @@ def train(case: Case, args: argparse.Namespace) -> dict[str, Any]:
         result |= {"host_bytes": sum(report.host_bytes.values()), "ring_bytes": report.ring_bytes}
         result["prefetch_seconds"] = optimizer._stepper.engine.prefetch_seconds()
         if result["host_bytes"]:
+            result["step_report"] = optimizer.last_step_report()
             result["step_alone_ms"] = step_alone_ms(optimizer, params)
         optimizer.close()
     return result
@@ -208,12 +228,14 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)
     args = parser.parse_args()
+    if any(all_cases()[name].full_gpu for name in args.cases) and "none-4" not in args.cases:
+        parser.error("a full GPU is one that has what the case none-4 took: run that first")
     results: dict[str, Any] = {}
     for name in args.cases:
         try:
-            results[name] = train(all_cases()[name], args)
+            results[name] = train(all_cases()[name], args, results.get("none-4", {}))
         except torch.OutOfMemoryError as error:  # the other cases are worth running
-            print(f"{name}: {error}", flush=True)
+            print(f"{name}: {error!r}", flush=True)
         gc.collect()
         torch.cuda.empty_cache()
         add_ratios(results)
@@ -226,7 +248,9 @@ def main() -> None:
                 flush=True,
             )
         args.results.parent.mkdir(parents=True, exist_ok=True)
-        args.results.write_text(json.dumps({"machine": machine_facts(), "cases": results}, indent=1) + "\n")
+        args.results.write_text(
+            json.dumps({"machine": machine_facts(), "cases": results}, indent=1, default=asdict) + "\n"
+        )
 
 
 if __name__ == "__main__":
