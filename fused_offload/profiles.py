@@ -65,12 +65,14 @@ class Profile:
     Attributes:
         key: the machine.
         measured: when, ISO 8601.
+        duplex_gbps: what plain copies reach each way, both directions at once.
         choices: by ascending size of the state.
         timings: steps with the most bytes for each parameter at two sizes, ascending, then one with the fewest.
     """
 
     key: MachineKey
     measured: str
+    duplex_gbps: float
     choices: tuple[Choice, ...]
     timings: tuple[Timing, ...]
 
@@ -158,6 +160,7 @@ def load(path: Path) -> Profile:
         profile = Profile(
             MachineKey(**record["key"]),
             str(record["measured"]),
+            float(record["duplex_gbps"]),
             tuple(Choice(**choice) for choice in record["choices"]),
             tuple(Timing(**timing) for timing in record["timings"]),
         )
@@ -168,6 +171,8 @@ def load(path: Path) -> Profile:
 
 
 def _check(profile: Profile) -> None:
+    if not profile.duplex_gbps > 0:
+        raise ValueError("duplex_gbps is not above 0")
     if not profile.choices or len(profile.timings) != 3:
         raise ValueError("it lacks choices or timings")
     for choice in profile.choices:
@@ -246,6 +251,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
     return {
         "key": asdict(profile.key),
         "measured": profile.measured,
+        "duplex_gbps": profile.duplex_gbps,
         "choices": [choice._asdict() for choice in profile.choices],
         "timings": [timing._asdict() for timing in profile.timings],
     }

@@ -27,7 +27,9 @@ KEY = MachineKey("NVIDIA H100 80GB HBM3", "32.0 GT/s PCIe x16", "Xeon, 16 CPUs, 
 SMALL = Choice(240_000_000, "zero_copy", 8 * MIB, 3, 32, 7.0, "because")
 LARGE = Choice(3_000_000_000, "copy", 32 * MIB, 4, 64, 72.0, "because")
 TIMINGS = (Timing(20_000_000, 240_000_000, 7.0), Timing(250_000_000, 3_000_000_000, 72.0))
-PROFILE = Profile(KEY, "2026-11-28T08:00+00:00", (SMALL, LARGE), (*TIMINGS, Timing(250_000_000, 1_500_000_000, 33.0)))
+PROFILE = Profile(
+    KEY, "2026-11-28T08:00+00:00", 47.0, (SMALL, LARGE), (*TIMINGS, Timing(250_000_000, 1_500_000_000, 33.0))
+)
 CUDA = torch.device("cuda", 0)
 
 
@@ -165,6 +167,7 @@ def test_a_profile_of_another_machine_is_ignored(tmp_path: Path, field: str) -> 
     ("damage", "words"),
     [
         (lambda record: record.update(format=99), "format 99"),
+        (lambda record: record.update(duplex_gbps=0), "duplex_gbps"),
         (lambda record: record.pop("choices"), "choices"),
         (lambda record: record["choices"].clear(), "lacks choices"),
         (lambda record: record["choices"][0].update(depth=0), "whole numbers"),

@@ -82,7 +82,8 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
     start = time.perf_counter()
     with torch.cuda.device(device):
         link = measure_link(device, report)
-        numels = sizes(max(rate.duplex_gbps for rate in link), *_free_bytes(device))
+        duplex_gbps = max(rate.duplex_gbps for rate in link)
+        numels = sizes(duplex_gbps, *_free_bytes(device))
         swept: list[Swept] = []
         timings: list[Timing] = []
         for numel in numels:
@@ -97,6 +98,7 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
     profile = Profile(
         key,
         datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
+        duplex_gbps,
         tuple(one.choice for one in swept),
         tuple(timings),
     )
