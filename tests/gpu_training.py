@@ -23,7 +23,13 @@ FORMS: dict[str, dict[str, Any]] = {
         "exp_avg_dtype": torch.float16,
         "exp_avg_sq_dtype": torch.float16,
     },
-    "no_master": {"exp_avg_dtype": torch.bfloat16},
+    "uint8": {
+        "master_weights": True,
+        "store_param_remainders": True,
+        "exp_avg_dtype": torch.uint8,
+        "exp_avg_sq_dtype": torch.uint8,
+    },
+    "no_master": {"exp_avg_dtype": torch.bfloat16, "stochastic_rounding": True},
 }
 
 SIZES = ((4096, 1500), (3000, 1111), (127,), (1,), (0,), (2_000_003,), (1024,), (700, 901))

@@ -12,7 +12,20 @@ import pytest
 import torch
 
 from fused_offload import FusedOffloadAdam
-from fused_offload.kernels.forms import BF16, FP16, FP16_NONZERO, FP32, REMAINDER, Form, Stored, decode, encode_
+from fused_offload.kernels.forms import (
+    BF16,
+    FP16,
+    FP16_NONZERO,
+    FP32,
+    LOG8,
+    REMAINDER,
+    ROOT8,
+    Form,
+    Stored,
+    decode,
+    encode_,
+    rounding_counter,
+)
 from fused_offload.kernels.reference import AdamState, adam_scalars, adam_step_
 
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -203,8 +216,8 @@ def step64(
 # -- an independent oracle: whole parameters, one state each, no chunks ------------------------------------------
 
 MASTER_FORMS: dict[str, Form | None] = {"none": None, "fp32": FP32, "fp16": FP16, "remainder": REMAINDER}
-EXP_AVG_FORMS: dict[torch.dtype, Form] = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
-EXP_AVG_SQ_FORMS: dict[torch.dtype, Form] = {**EXP_AVG_FORMS, torch.float16: FP16_NONZERO}
+EXP_AVG_FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16, torch.uint8: ROOT8}
+EXP_AVG_SQ_FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16_NONZERO, torch.uint8: LOG8}
 
 
 class FormsCase(NamedTuple):
@@ -244,8 +257,10 @@ def in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 class Oracle:
     """One parameter and its state on the CPU; every step is one call of the reference on all of it."""
 
-    def __init__(self, param: torch.Tensor, forms: FormsCase) -> None:
+    def __init__(self, param: torch.Tensor, forms: FormsCase, number: int = 0) -> None:
+        """``number`` counts the optimizer's parameters: with 8-bit moments random numbers depend on it."""
         self.param = in_memory_order(param, param).clone()
+        self.counter = rounding_counter(number, 0)
         master = forms.master_form(param.dtype)
         numel = self.param.numel()
         self.state = AdamState(
@@ -276,7 +291,8 @@ class Oracle:
             bias_corrected=group["bias_correction"],
             adam_w_mode=adam_w_mode,
         )
-        adam_step_(self.param, grad.cpu().reshape(-1), self.state, scalars, grad_scale=grad_scale)
+        grad = grad.cpu().reshape(-1)
+        adam_step_(self.param, grad, self.state, scalars, grad_scale=grad_scale, counter=self.counter)
         self.state = self.state._replace(init_moments=False, init_master=False)
 
     def save_and_load(self) -> None:

@@ -20,6 +20,7 @@ from fused_offload import FusedOffloadAdam, OffloadConfig
 
 device = helpers.device
 
+MOMENT_DTYPES = [*DTYPES, torch.uint8]
 EXAMPLES = 250  # times the four kinds of masters
 
 numels = st.one_of(
@@ -110,7 +111,8 @@ class Training:
     def new_group(self, specs: list[ParamSpec], settings: dict[str, Any]) -> dict[str, Any]:
         params = [nn.Parameter(self.values(s.shape, s.dtype, s.order), requires_grad=not s.frozen) for s in specs]
         self.specs.append(specs)
-        self.oracles.append([Oracle(param, self.forms) for param in params])
+        first = sum(map(len, self.oracles))
+        self.oracles.append([Oracle(param, self.forms, number) for number, param in enumerate(params, start=first)])
         self.has_state.append([False] * len(params))
         return {"params": params, **settings}
 
@@ -203,7 +205,7 @@ def test_random_trainings(device: str, number: int, master: str) -> None:
     )
     @given(
         seed=st.integers(0, 2**32),
-        moments=st.tuples(st.sampled_from(DTYPES), st.sampled_from(DTYPES)),
+        moments=st.tuples(st.sampled_from(MOMENT_DTYPES), st.sampled_from(MOMENT_DTYPES)),
         adam_w_mode=st.booleans(),
         groups=st.lists(group_specs, min_size=1, max_size=3),
         config=configs,

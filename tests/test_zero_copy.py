@@ -28,6 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
         "exp_avg_sq_dtype": torch.bfloat16,
     },
     "fp16": {"master_weights": True, "exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
+    "uint8": {"master_weights": True, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
 }
 
 
