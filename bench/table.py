@@ -149,10 +149,15 @@ def machine_lines(results: Record) -> Iterator[str]:
     )
     versions = [f"{name} {version}" for name, version in machine["versions"].items() if version]
     yield f"Python {machine['python']}, {', '.join(versions)}; "
-    how = f"; medians of {results['scale']['rounds']}; `{results['command']}`" if "command" in results else ""
+    how = f"; medians of {_rounds(results['scale'])}; `{results['command']}`" if "command" in results else ""
     yield f"commit {machine['commit']}, {machine['date']}{how}"
     if results.get("scale", {}).get("smoke"):
         yield "**A smoke test: these numbers say nothing about speed.**"
+
+
+def _rounds(scale: Record) -> str:
+    compared = scale.get("compared_rounds", scale["rounds"])
+    return f"{scale['rounds']}" + (f", of steps {compared}" if compared != scale["rounds"] else "")
 
 
 def report(results: Record) -> Iterator[str]:
