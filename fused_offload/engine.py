@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import record_function
 
+from . import profiles
 from .amp import AmpInputs
 from .config import OffloadConfig
 from .cpu_loop import run_chunk
@@ -160,8 +161,8 @@ class Engine:
 
     def last_step_report(self) -> StepReport | None:
         """The last step that all devices are through with, or None."""
-        marks = [pipeline.log.last() for pipeline in self.pipelines.values()]
-        return combined([step.report(None) for step in marks if step is not None])
+        marks = [(device, pipeline.log.last()) for device, pipeline in self.pipelines.items()]
+        return combined([step.report(_link_gbps(device)) for device, step in marks if step is not None])
 
     def cancel_prefetch(self) -> None:
         """Drops what was prefetched."""
@@ -204,6 +205,11 @@ class Engine:
     def ring_bytes(self) -> int:
         """GPU staging bytes of the devices in use."""
         return sum(pipeline.queues.ring.nbytes for pipeline in self.pipelines.values())
+
+
+def _link_gbps(device: torch.device) -> float | None:
+    profile = profiles.of(device)
+    return None if profile is None else profile.duplex_gbps
 
 
 def step_corrections(

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from .machine_key import MachineKey, read_key
 
 FOLDER_VARIABLE = "FUSED_OFFLOAD_PROFILES"
@@ -244,6 +246,13 @@ def of_device(index: int) -> Found:
     advice = " (fused-offload tune makes a new one)" if found.is_outdated else ""
     _logger.log(level, "Profile for cuda:%d: %s%s", index, found.reason, advice)
     return found
+
+
+def of(device: torch.device) -> Profile | None:
+    """The profile of a device, or None if it has none."""
+    if device.type != "cuda":
+        return None
+    return of_device(torch.cuda.current_device() if device.index is None else device.index).profile
 
 
 def as_json(profile: Profile) -> dict[str, Any]:

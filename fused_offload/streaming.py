@@ -57,7 +57,5 @@ def _programs(config: OffloadConfig, device: torch.device, state_bytes: int) -> 
 
 
 def _choice(device: torch.device, state_bytes: int) -> Choice | None:
-    if device.type != "cuda":
-        return None
-    profile = profiles.of_device(torch.cuda.current_device() if device.index is None else device.index).profile
+    profile = profiles.of(device)
     return None if profile is None else profile.choice_for(state_bytes)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_offload import OffloadConfig, cuda_driver, machine_key, profiles
+from fused_offload import OffloadConfig, cuda_driver, engine, machine_key, profiles
 from fused_offload.cli import main
 from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, MIB
 from fused_offload.machine_key import MachineKey
@@ -280,6 +280,12 @@ def test_auto_takes_the_profile(config: OffloadConfig, state_bytes: int, expecte
 def test_the_cpu_has_no_profile() -> None:
     expected = Streaming(DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH)
     assert streaming_of(OffloadConfig(), torch.device("cpu"), 1000) == expected
+
+
+@pytest.mark.usefixtures("tuned")
+def test_steps_report_their_share_of_the_measured_link() -> None:
+    assert engine._link_gbps(CUDA) == 47.0
+    assert engine._link_gbps(torch.device("cpu")) is None
 
 
 def test_predictions_meet_what_was_measured() -> None:
