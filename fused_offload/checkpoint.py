@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .dcp_calls import Wanted
 from .dtensors import local_of, local_value
 from .kernels.forms import Form, decode
 from .mapping import StateMapping
@@ -66,13 +67,36 @@ def _bound_entries(state: StateMapping, indices: Mapping[int, int]) -> list[tupl
     return sorted(entries, key=lambda item: item[0])
 
 
-def pack(param_groups: Sequence[dict[str, Any]], state: StateMapping) -> dict[str, Any]:
-    """TransformerEngine's layout: per parameter its state, per group its settings and ``step``."""
+def pack(param_groups: Sequence[dict[str, Any]], state: StateMapping, wanted: Wanted = Wanted()) -> dict[str, Any]:  # noqa: B008 - immutable
+    """TransformerEngine's layout: per parameter its state, per group its settings and ``step``.
+
+    Args:
+        param_groups: the optimizer's groups.
+        state: its state.
+        wanted: what torch's checkpoint functions want otherwise.
+    """
+    groups = _packed_groups(param_groups)
+    steps = {index: group.get("step", 0) for group in groups for index in group["params"]}
     packed = {}
     for index, entry in _bound_entries(state, _indices(param_groups)):
         entry.fill_master()
-        packed[index] = {key: _exported(entry, key) for key in entry}
-    return {"state": packed, "param_groups": _packed_groups(param_groups)}
+        values = {key: _as_wanted(entry, key, wanted) for key in entry}
+        packed[index] = {"step": _step_tensor(steps[index]), **values} if wanted.with_steps else values
+    return {"state": packed, "param_groups": groups}
+
+
+def _as_wanted(entry: StateEntry, key: str, wanted: Wanted) -> torch.Tensor:
+    value = _exported(entry, key)
+    local = local_of(value)
+    if wanted.gathered and local.dtype == torch.int16:
+        return entry.outside(key, local.int())
+    if wanted.on_host and local.device.type != "cpu":
+        return entry.outside(key, local.cpu())
+    return value
+
+
+def _step_tensor(step: int) -> torch.Tensor:
+    return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
 def pack_for_torch(param_groups: Sequence[dict[str, Any]], state: StateMapping, *, adam_w_mode: bool) -> dict[str, Any]:
@@ -82,7 +106,7 @@ def pack_for_torch(param_groups: Sequence[dict[str, Any]], state: StateMapping, 
     packed = {}
     for index, entry in _bound_entries(state, _indices(param_groups)):
         moments = {key: get_unscaled(entry, key) for key in ("exp_avg", "exp_avg_sq")}
-        packed[index] = {"step": torch.tensor(float(steps[index]), dtype=torch.float32, device="cpu"), **moments}
+        packed[index] = {"step": _step_tensor(steps[index]), **moments}
     for group in groups:
         group.pop("step", None)
         group.pop("bias_correction", None)
@@ -158,7 +182,7 @@ def plan_load(
         check_settings(saved, index, adam_w_mode)
         pairs = [(p, state_dict["state"].get(name)) for p, name in zip(group["params"], saved["params"], strict=True)]
         pairs = [(param, entry) for param, entry in pairs if entry is not None]
-        step = _saved_step(saved, pairs, index)
+        step = _saved_step(saved, pairs, index, int(group.get("step", 0)))
         if step and not pairs and any(local_of(param).numel() and not is_frozen(param) for param in group["params"]):
             raise ValueError(
                 f"loaded state dict has no state for any parameter of group {index} at step {step}. "
@@ -184,18 +208,27 @@ def check_settings(saved: Mapping[str, Any], index: int, adam_w_mode: bool) -> N
 
 
 def _saved_step(
-    saved: Mapping[str, Any], pairs: Sequence[tuple[torch.Tensor, Mapping[str, Any]]], index: int
+    saved: Mapping[str, Any], pairs: Sequence[tuple[torch.Tensor, Mapping[str, Any]]], index: int, current: int
 ) -> int | None:
     """Step of a saved group; torch keeps it beside each parameter."""
-    if "step" in saved:
-        return int(saved["step"])
     steps = {int(entry["step"]) for _, entry in pairs if entry.get("step") is not None}
     if len(steps) > 1:
         raise ValueError(
             f"loaded state dict has parameters at different steps {sorted(steps)} in group {index}; FusedOffloadAdam "
             "counts steps per group. Give them groups of their own."
         )
-    return steps.pop() if steps else None
+    beside = steps.pop() if steps else None
+    if "step" not in saved:
+        return beside
+    step = int(saved["step"])
+    if beside in (None, step):
+        return step
+    # A reader that fills in a state dict of ours leaves alone what the checkpoint does not have: the group's step if
+    # torch AdamW wrote it.
+    filled_in = {step, beside} - {current}
+    if len(filled_in) > 1:
+        raise ValueError(f"loaded state dict has step {step} in group {index}, but step {beside} beside its parameters")
+    return filled_in.pop()
 
 
 def merged_group(saved: Mapping[str, Any], group: Mapping[str, Any], step: int | None) -> dict[str, Any]:
@@ -257,7 +290,7 @@ def _detached_from_storage(plan: LoadPlan, state: StateMapping) -> list[tuple[to
     for param, key, value in plan.values:
         if value.numel() and value.untyped_storage().data_ptr() in storages:
             if same_memory(value, state[param].peek(key)):
-                state[param].mark_set(key)  # checkpoint readers fill a state dict in place, then load it
+                state[param].mark_loaded(key)  # checkpoint readers fill a state dict in place, then load it
                 continue
             value = value.clone()
         values.append((param, key, value))

@@ -22,8 +22,8 @@ from .arguments import (
 )
 from .attach import Attachment
 from .config import OffloadConfig
+from .dcp_calls import is_dummy_step, wanted_state_dict
 from .dtensors import is_offloaded_by_fsdp
-from .dummy_step import is_dummy_step
 from .in_backward import BackwardSteps, refuse_scaler
 from .kernels.forms import REMAINDER, Form
 from .mapping import StateMapping
@@ -499,7 +499,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self._check_saveable()
         self._wait_for_state()
         self._store.rehome()
-        state_dict = checkpoint.pack(self.param_groups, self.state)
+        state_dict = checkpoint.pack(self.param_groups, self.state, wanted_state_dict())
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, state_dict)
             state_dict = state_dict if result is None else result

@@ -364,6 +364,24 @@ class StateEntry(dict[str, torch.Tensor]):
             self.moments_set, self.master_set = moments_set, master_set
             self._hooks.version += 1
 
+    def mark_loaded(self, key: str) -> None:
+        """Makes values authoritative that a reader wrote in place.
+
+        A master that is not, and still has a parameter's value in every element, is taken for one that the reader left
+        alone because the checkpoint has none: the next step then starts from the parameter, which may be loaded later.
+        """
+        if key == "master_param" and not self.master_set and self.extent is not None:
+            stored = self.stored(key)
+            dtype = self.extent.layout.param_dtype
+            blocks = stored.data.split(_VALUES_BLOCK)
+            if stored.form.name == "remainder":
+                untouched = not any(block.any() for block in blocks)
+            else:
+                untouched = all(torch.equal(block, block.to(dtype).to(block.dtype)) for block in blocks)
+            if untouched:
+                return
+        self.mark_set(key)
+
     def _copy_in(self, key: str, value: torch.Tensor) -> None:
         if self.extent is None:
             return
@@ -452,11 +470,14 @@ def check_storable(key: str, kept: torch.dtype, value: torch.Tensor) -> None:
     """Raises if a value cannot be stored as ``kept`` without meaning something else."""
     if value.layout != torch.strided or value.device.type == "meta":
         raise TypeError(f"{key} should be a dense tensor with data, but got {value.layout} on {value.device}")
-    if (kept == torch.int16) != (value.dtype == torch.int16):
+    gathered = kept == torch.int16 and value.dtype == torch.int32  # see dcp_calls.Wanted
+    if (kept == torch.int16) != (value.dtype == torch.int16 or gathered):
         raise TypeError(
             f"{key} is kept as {kept}, but got {value.dtype}: a 16-bit remainder only means something beside the "
             "parameter it was split from. Use store_param_remainders as when it was written."
         )
+    if gathered and not torch.equal(value, value.to(torch.int16).to(torch.int32)):
+        raise ValueError(f"{key} is kept as torch.int16, but got torch.int32 values that do not fit")
     if kept != torch.int16 and not value.dtype.is_floating_point:
         raise TypeError(f"{key} should be a floating point tensor, but got {value.dtype}")
 

@@ -7,12 +7,8 @@ passed.
 from __future__ import annotations
 
 import copy
-import datetime
-import gc
-import os
 import re
 import sys
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -35,7 +32,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, in_backward
+from fused_offload import FusedOffloadAdam, OffloadConfig, checkpoint, in_backward
+from fused_offload.dcp_calls import Wanted
 
 FOLDER = Path()
 SCENARIOS: dict[str, Callable[[], None]] = {}
@@ -320,6 +318,14 @@ def a_rank_with_only_empty_shards() -> None:
             optimizer.step()
         optimizer.zero_grad()
     empty = dist.get_rank() > 0
+    torch.manual_seed(0)
+    early = fully_shard(torch.nn.Linear(7, 1))
+    other = adam(early, master_weights=True)
+    other.step_in_backward(early)
+    for step in range(3):
+        early(torch.full((2, 7), 1.0 + step)).sum().backward()
+        other.step()
+    same_training(model, optimizer, early, other)
     for param in model.parameters():
         assert (local(param).numel() == 0) == empty
         assert list(optimizer.state[param]) == ["exp_avg", "exp_avg_sq", "master_param"]
@@ -468,8 +474,12 @@ def a_new_optimizer_is_not_stepped_by_saving() -> None:
 
 @scenario
 def every_kind_of_state_dict() -> None:
-    model = gpt()
-    optimizer = adam(model, master_weights=True)
+    for forms in ({"master_weights": True}, FORMS["remainders"]):
+        every_kind(gpt(dtype=torch.bfloat16 if "store_param_remainders" in forms else torch.float32), forms)
+
+
+def every_kind(model: GPT, forms: Settings) -> None:
+    optimizer = adam(model, **forms)
     train(model, optimizer, range(3))
     # torch cannot load full ones that are flat, of any optimizer.
     kinds = ((False, False, False), (False, True, True), (True, False, False), (True, True, False))
@@ -490,11 +500,81 @@ def every_kind_of_state_dict() -> None:
             broadcast_from_rank0=option.full_state_dict and option.cpu_offload,
             flatten_optimizer_state_dict=option.flatten_optimizer_state_dict,
         )
-        other, new = fresh(model, master_weights=True)
+        other, new = fresh(model, **forms)
         set_model_state_dict(other, get_model_state_dict(model))
         set_optimizer_state_dict(other, new, saved, options=loaded)
         same_training(model, optimizer, other, new)
         train(other, new, range(3, 4))
+
+
+@scenario
+def full_state_dicts_are_loaded_through_host_memory() -> None:
+    model = gpt()
+    optimizer = adam(model)
+    train(model, optimizer, range(1))
+    asked = []
+    pack = checkpoint.pack
+    checkpoint.pack = lambda groups, state, wanted: asked.append(wanted) or pack(groups, state, wanted)
+    try:
+        optimizer.state_dict()
+        full = StateDictOptions(full_state_dict=True)
+        saved = get_optimizer_state_dict(model, optimizer, options=full)
+        set_optimizer_state_dict(model, optimizer, saved, options=full)
+    finally:
+        checkpoint.pack = pack
+    ordinary, to_save, to_load = asked
+    assert ordinary == Wanted()
+    assert to_save == Wanted(with_steps=True, gathered=True)
+    assert to_load == Wanted(with_steps=True, on_host=True)
+
+
+@scenario
+def checkpoints_of_torch_adamw_and_back() -> None:
+    partly = dcp.DefaultLoadPlanner(allow_partial_load=True)  # its groups have no bias_correction
+    for dtype, forms in (
+        (torch.float32, {}),
+        (torch.bfloat16, FORMS["masters"]),
+        (torch.bfloat16, FORMS["remainders"]),
+    ):
+        theirs, ours = gpt(dtype=dtype), gpt(seed=99, dtype=dtype)
+        reference, optimizer = torch.optim.AdamW(theirs.parameters(), **HYPER), adam(ours, **forms)
+        train(theirs, reference, range(3))
+        path = FOLDER / f"adamw-{dtype}-{optimizer.store_param_remainders}-{dist.get_world_size()}"
+        saved = {"model": get_model_state_dict(theirs), "optimizer": get_optimizer_state_dict(theirs, reference)}
+        dcp.save(saved, checkpoint_id=path)
+        target = {"model": get_model_state_dict(ours), "optimizer": get_optimizer_state_dict(ours, optimizer)}
+        dcp.load(target, checkpoint_id=path, planner=partly)
+        set_model_state_dict(ours, target["model"])
+        set_optimizer_state_dict(ours, optimizer, target["optimizer"])
+        assert optimizer.param_groups[0]["step"] == 3
+        for p, q in zip(theirs.parameters(), ours.parameters(), strict=True):
+            same(p, q)
+            for key in ("exp_avg", "exp_avg_sq"):
+                value = local(optimizer.get_unscaled_state(q, key))
+                torch.testing.assert_close(value, local(reference.state[p][key]).float(), rtol=1e-2, atol=1e-6)
+            if forms:  # not what it was before the parameters were loaded
+                assert_master_is_param(optimizer, q)
+        train(ours, optimizer, range(3, 4))
+        assert optimizer.param_groups[0]["step"] == 4
+
+    saved = {"model": get_model_state_dict(ours), "optimizer": get_optimizer_state_dict(ours, optimizer)}
+    dcp.save(saved, checkpoint_id=path / "back")
+    target = {"model": get_model_state_dict(theirs), "optimizer": get_optimizer_state_dict(theirs, reference)}
+    dcp.load(target, checkpoint_id=path / "back", planner=partly)
+    set_optimizer_state_dict(theirs, reference, target["optimizer"])
+    for p, q in zip(theirs.parameters(), ours.parameters(), strict=True):
+        same(p, q)
+        assert reference.state[p]["step"] == 4
+    loaded = get_optimizer_state_dict(ours, optimizer)
+    loaded["param_groups"][0]["step"] = 7
+    for entry in loaded["state"].values():
+        entry["step"].fill_(8)
+    refused(ValueError, "step 7 in group 0, but step 8", set_optimizer_state_dict, ours, optimizer, loaded)
+
+
+def assert_master_is_param(optimizer: FusedOffloadAdam, param: torch.Tensor) -> None:
+    master = local(optimizer.get_unscaled_state(param, "master_param"))
+    assert torch.equal(master, torch.zeros_like(master) if master.dtype == torch.int16 else local(param).float())
 
 
 @scenario
@@ -709,23 +789,6 @@ def steps_in_backward_are_refused() -> None:
         refused(RuntimeError, "CPUOffloadPolicy", adam(model).step_in_backward, model)
 
 
-def main(folder: str, *names: str) -> None:
-    global FOLDER
-    FOLDER = Path(folder)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=DONE_S))
-    for name in names:
-        SCENARIOS[name]()
-        gc.collect()
-        dist.barrier()
-        print(name, flush=True)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except BaseException:
-        traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)  # other ranks may wait for this one
+    FOLDER = Path(sys.argv[1])
+    ranks.main(SCENARIOS, sys.argv[2:], backend="gloo", limit_s=DONE_S)

@@ -5,15 +5,12 @@ The scenarios are in fsdp_scenarios.py; one process per rank runs all of them.
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import fsdp_scenarios
 import pytest
 import torch
+from ranks import run_ranks
 
 LIMIT_S = 240
 RESHARDING = {
@@ -29,48 +26,10 @@ pytestmark = [
 ]
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def run(ranks: int, folder: Path, names: list[str]) -> tuple[set[str], str]:
-    """Names that passed on every rank, and what all ranks said."""
-    environment = {
-        **os.environ,
-        "CUDA_VISIBLE_DEVICES": "",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": str(ranks),
-    }
-    logs = [folder / f"{names[0]}-{ranks}-{rank}.log" for rank in range(ranks)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as output:
-            processes.append(
-                subprocess.Popen(
-                    [sys.executable, fsdp_scenarios.__file__, str(folder), *names],
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    try:
-        for process in processes:
-            process.wait(timeout=LIMIT_S)
-    except subprocess.TimeoutExpired:
-        pass  # what did not finish did not pass
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    texts = [log.read_text() for log in logs]
-    passed = set.intersection(*(set(text.splitlines()) for text in texts)) & set(names)
-    return passed, "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(texts))
+    return run_ranks(
+        fsdp_scenarios.__file__, ranks, folder, names, limit_s=LIMIT_S, environment={"CUDA_VISIBLE_DEVICES": ""}
+    )
 
 
 @pytest.fixture(scope="module")
