@@ -410,6 +410,25 @@ def test_fp16_second_moment_never_enlarges_the_update(
         assert (optimizer.get_unscaled_state(param, "exp_avg_sq") > 0).all()
 
 
+@pytest.mark.parametrize("exp_avg_dtype", [torch.float32, torch.uint8])
+@pytest.mark.parametrize("neighbour", [1e-4, 1.0, 1e4])
+def test_8_bit_second_moment_hardly_enlarges_the_update(
+    device: str, neighbour: float, exp_avg_dtype: torch.dtype
+) -> None:
+    """As above; steps of second moments are an eighth at most, which is a 16th of their root."""
+    param = param_of(torch.zeros(128, device=device))
+    optimizer = FusedOffloadAdam([param], lr=1e-3, exp_avg_sq_dtype=torch.uint8, exp_avg_dtype=exp_avg_dtype)
+    grad = torch.full((128,), 1e-4, device=device)
+    grad[0] = neighbour
+    slack = 1.07 if exp_avg_dtype == torch.float32 else 1.5  # a third of a first moment that is a 10,000th of its scale
+    for _ in range(20):
+        before = param.detach().clone()
+        param.grad = grad
+        optimizer.step()
+        assert ((param - before).abs() <= slack * 1e-3).all()
+        assert (optimizer.get_unscaled_state(param, "exp_avg_sq") > 0).all()
+
+
 def test_fp32_gradients_of_bf16_params(device: str) -> None:
     """The same update, however a float32 gradient reaches a bfloat16 parameter."""
     values = randn(300, 11, device, torch.bfloat16)

@@ -1,0 +1,287 @@
+"""What narrow moments cost in held-out loss: one GPT, the same text, one stored form after another.
+
+    python bench/quality.py --results FILE.json                     # three forms, two seeds, 2,000 steps each
+    python bench/quality.py --results FILE.json --forms bf16-stochastic --seeds 0 --beta2 0.999
+    python bench/quality.py --tiny --device cpu                     # seconds, says nothing
+
+The text is the source code of whatever Python packages the machine has, split into words; a word that is not among the
+most frequent ones is its bytes. Rare words make embedding rows that most steps give no gradient. State stays on the GPU
+(`fraction=0`), which gives the bits of any other place. Results are added to those that the file has already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import re
+import sysconfig
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from machine import machine_facts
+from torch import nn
+from train_loop import Gpt
+
+from fused_offload import FusedOffloadAdam, OffloadConfig
+
+NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16, "uint8": torch.uint8}
+FORMS: dict[str, dict[str, Any]] = {
+    **{name: {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype} for name, dtype in NARROW.items()},
+    "bf16-stochastic": {
+        "exp_avg_dtype": torch.bfloat16,
+        "exp_avg_sq_dtype": torch.bfloat16,
+        "stochastic_rounding": True,
+    },
+    "uint8-fp32": {"exp_avg_dtype": torch.uint8},
+    "fp32-uint8": {"exp_avg_sq_dtype": torch.uint8},
+}
+ALLOWED = {"uint8": 0.003, "bf16": 0.001}
+"""How much worse than float32 a form's held-out loss may be, unless the seeds differ by more."""
+_BYTES = 256  # tokens of single bytes
+_WORD = re.compile(rb"\w+|[^\w\s]+|\s+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    """Model, text and length of a run.
+
+    Attributes:
+        layers: transformer blocks.
+        width: features of the residual stream.
+        vocab: tokens, those of bytes among them.
+        length: tokens of a sequence.
+        batch: sequences of a step.
+        steps: steps of a run.
+        held_out_tokens: tokens of the measurement.
+        text_bytes: text that is read, at most.
+    """
+
+    layers: int = 12
+    width: int = 768
+    vocab: int = 16_384
+    length: int = 1024
+    batch: int = 16
+    steps: int = 2000
+    held_out_tokens: int = 2**20
+    text_bytes: int = 256 * 2**20
+
+
+TINY = Size(layers=2, width=128, vocab=512, length=32, batch=4, steps=8, held_out_tokens=1024, text_bytes=2**20)
+
+
+class Text(NamedTuple):
+    """Tokens, ``[numel]`` int32 on CPU each."""
+
+    train: torch.Tensor
+    held_out: torch.Tensor
+
+
+def read_text(size: Size) -> Text:
+    """Tokens of all packages' sources; one file in 16, by a hash of its content, is held out."""
+    folders = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")]
+    files: dict[bytes, bytes] = {}  # by hash: packages carry copies of each other
+    total = 0
+    for path in sorted({path for folder in folders for path in Path(folder).rglob("*.py") if path.is_file()}):
+        content = path.read_bytes()
+        if total + len(content) > size.text_bytes:
+            break
+        total += len(content)
+        files.setdefault(hashlib.sha256(content).digest(), content)
+    parts: dict[bool, list[bytes]] = {False: [], True: []}
+    for digest in sorted(files):
+        parts[digest[0] < 16].append(files[digest])
+    counts: Counter[bytes] = Counter()
+    for content in parts[False]:
+        counts.update(_WORD.findall(content))
+    frequent = [word for word, _ in counts.most_common() if len(word) > 1][: size.vocab - _BYTES]
+    tokens = {word: [_BYTES + index] for index, word in enumerate(frequent)}
+
+    def encode(contents: list[bytes]) -> torch.Tensor:
+        found: list[int] = []
+        for content in contents:
+            for word in _WORD.findall(content):
+                found += tokens.get(word) or word
+        return torch.tensor(found, dtype=torch.int32)
+
+    return Text(encode(parts[False]), encode(parts[True]))
+
+
+class Model(Gpt):
+    """The GPT, with its loss in float32: bfloat16 does not resolve what is looked for."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``[batch, length + 1]`` tokens to the mean loss."""
+        x = self.tokens(tokens[:, :-1]) + self.places.weight
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def windows(tokens: torch.Tensor, starts: torch.Tensor, size: Size, device: torch.device) -> torch.Tensor:
+    """``[len(starts), length + 1]`` int64 tokens from each start."""
+    return tokens[starts[:, None] + torch.arange(size.length + 1)].to(device, torch.int64)
+
+
+def build_model(size: Size, seed: int, device: torch.device) -> Model:
+    """A GPT in bfloat16, initialised as GPT-2."""
+    torch.manual_seed(seed)
+    shape = argparse.Namespace(vocab=size.vocab, width=size.width, length=size.length, layers=size.layers)
+    model = Model(shape)
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+    for block in model.blocks:
+        for branch in (block.out, block.down):
+            nn.init.normal_(branch.weight, std=0.02 / math.sqrt(2 * size.layers))
+    return model.to(device, torch.bfloat16)
+
+
+@torch.no_grad()
+def held_out_loss(model: Model, text: Text, size: Size, device: torch.device) -> float:
+    """Mean loss over the first tokens of the text that was held out, in nats a token."""
+    count = min(size.held_out_tokens, len(text.held_out) - 1) // size.length
+    starts = torch.arange(count) * size.length
+    batches = starts.split(size.batch)
+    losses = [float(model(windows(text.held_out, part, size, device))) * len(part) for part in batches]
+    return sum(losses) / count
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run.
+
+    Attributes:
+        form: key of `FORMS`.
+        seed: seed of weights and of the order of the data.
+        beta2: decay of the second moment.
+        eps: added to the denominator.
+        size: model, text and length.
+        held_out: loss, in nats a token.
+        losses: mean training loss of each tenth of the run.
+        state_bytes: of a parameter.
+        step_ms: a whole step, training included.
+    """
+
+    form: str
+    seed: int
+    beta2: float
+    eps: float
+    size: dict[str, int]
+    held_out: float
+    losses: list[float]
+    state_bytes: float
+    step_ms: float
+
+
+def train(form: str, seed: int, text: Text, size: Size, options: argparse.Namespace) -> Run:
+    """Trains one model and measures it."""
+    device = torch.device(options.device)
+    model = build_model(size, seed, device)
+    params = list(model.parameters())
+    groups: list[dict[str, Any]] = [
+        {"params": [param for param in params if param.ndim >= 2], "weight_decay": 0.1},
+        {"params": [param for param in params if param.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = FusedOffloadAdam(
+        groups,
+        lr=options.lr,
+        betas=(0.9, options.beta2),
+        eps=options.eps,
+        master_weights=True,
+        store_param_remainders=True,
+        offload=OffloadConfig(fraction=0.0),
+        **FORMS[form],
+    )
+    order = torch.Generator().manual_seed(seed)
+    losses = torch.zeros(size.steps, device=device)
+    began = time.perf_counter()
+    for step in range(size.steps):
+        warm = min(1.0, (step + 1) / max(1, size.steps // 10))
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * step / size.steps)))
+        starts = torch.randint(len(text.train) - size.length, (size.batch,), generator=order)
+        loss = model(windows(text.train, starts, size, device))
+        loss.backward()
+        nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step] = loss.detach()
+    tenths = [float(part.mean()) for part in losses.tensor_split(min(10, size.steps))]
+    report = optimizer.memory_report()
+    run = Run(
+        form=form,
+        seed=seed,
+        beta2=options.beta2,
+        eps=options.eps,
+        size=asdict(size),
+        held_out=held_out_loss(model, text, size, device),
+        losses=tenths,
+        state_bytes=sum(report.resident_bytes.values()) / report.param_numel,
+        step_ms=(time.perf_counter() - began) * 1e3 / size.steps,
+    )
+    optimizer.close()
+    assert math.isfinite(run.held_out), f"{form} with seed {seed} ended in {run.held_out}"
+    return run
+
+
+def show(runs: list[dict[str, Any]]) -> None:
+    """Prints all runs beside those in float32 with the same seed, in Markdown."""
+    settings = ("beta2", "eps", "size")
+    print("\n| form | beta2 | eps | seed | bytes | held-out loss | over float32 | allowed |")
+    print("|---|---|---|---|---|---|---|---|")
+    for run in sorted(runs, key=lambda run: (run["beta2"], run["eps"], list(FORMS).index(run["form"]), run["seed"])):
+        base = {
+            other["seed"]: other["held_out"]
+            for other in runs
+            if other["form"] == "fp32" and all(other[key] == run[key] for key in settings)
+        }
+        gap = max(base.values()) / min(base.values()) - 1 if len(base) > 1 else 0.0
+        over = f"{100 * (run['held_out'] / base[run['seed']] - 1):+.2f} %" if run["seed"] in base else ""
+        allowed = f"{100 * max(ALLOWED[run['form']], gap):.2f} %" if run["form"] in ALLOWED else ""
+        print(
+            f"| {run['form']} | {run['beta2']} | {run['eps']:g} | {run['seed']} | {run['state_bytes']:.2f} "
+            f"| {run['held_out']:.4f} | {over} | {allowed} |"
+        )
+
+
+def main() -> None:
+    """Trains what was asked for, writes and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, metavar="FILE.json")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=["fp32", "bf16", "uint8"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
+    parser.add_argument("--beta2", type=float, default=0.95)
+    parser.add_argument("--eps", type=float, default=1e-8)
+    parser.add_argument("--lr", type=float, default=6e-4)
+    parser.add_argument("--steps", type=int, help="default 2,000")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model that trains in seconds")
+    options = parser.parse_args()
+    size = TINY if options.tiny else Size()
+    if options.steps is not None:
+        size = Size(**{**asdict(size), "steps": options.steps})
+    text = read_text(size)
+    print(f"{len(text.train):,} tokens to train on, {len(text.held_out):,} held out", flush=True)
+    record: dict[str, Any] = {"runs": []}
+    if options.results is not None and options.results.exists():
+        record = json.loads(options.results.read_text())
+    for seed in options.seeds:
+        for form in options.forms:
+            run = train(form, seed, text, size, options)
+            print(f"{form}, seed {seed}: {run.held_out:.4f}, {run.step_ms:.0f} ms a step", flush=True)
+            record["runs"].append(asdict(run))
+            if options.results is not None:
+                record["machine"] = machine_facts()
+                options.results.write_text(json.dumps(record, indent=1) + "\n")
+    show(record["runs"])
+
+
+if __name__ == "__main__":
+    main()
