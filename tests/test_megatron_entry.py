@@ -15,11 +15,13 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 import pytest
 
 from fused_offload.megatron import is_installed
 from fused_offload.megatron.run import main
+from fused_offload.megatron.step_log import VARIABLE, checked_interval
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "megatron" / "train.py"
@@ -486,6 +488,21 @@ def test_the_example_trains_and_resumes(tmp_path: Path) -> None:
 # -- what is written about other projects ----------------------------------------------------------------------------
 
 LINE_OF_A_FILE = re.compile(r"\b\w+\.(py|cu|cpp|h):\d+")
+
+
+@pytest.mark.parametrize(("given", "variable", "interval"), [(5, "7", 5), (None, "7", 7), (None, "", None)])
+def test_how_often_steps_are_logged(
+    given: int | None, variable: str, interval: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, variable)
+    assert checked_interval(given) == interval
+
+
+@pytest.mark.parametrize(("given", "variable"), [(0, ""), (True, ""), (1.5, ""), (None, "0"), (None, "often")])
+def test_an_interval_that_is_none_is_refused(given: Any, variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, variable)
+    with pytest.raises(ValueError, match="log_interval" if given is not None else VARIABLE):
+        checked_interval(given)
 
 
 def test_other_projects_are_cited_by_name_and_never_by_line() -> None:

@@ -29,6 +29,7 @@ from .options import (
 from .overlap import Overlap
 from .places import FusedAdamPlaceAdam, Settings, building, hybrid_place, methods_that_name
 from .saving import write_in_place
+from .step_log import checked_interval, log_steps
 from .te_check import warn_where_bits_differ
 
 _ENTRY = "megatron.core.optimizer"
@@ -64,7 +65,9 @@ class _Installation:
 _installation: _Installation | None = None
 
 
-def install(offload: OffloadConfig | None = None, numerics: str | None = None) -> None:
+def install(
+    offload: OffloadConfig | None = None, numerics: str | None = None, *, log_interval: int | None = None
+) -> None:
     """Makes Megatron-Core build FusedOffloadAdam; call it before the optimizer is built.
 
     It takes two places. That of HybridDeviceOptimizer, which the flags ``--optimizer-cpu-offload
@@ -76,10 +79,12 @@ def install(offload: OffloadConfig | None = None, numerics: str | None = None) -
         offload: chunks, depth and pinning. The fraction counts in the place of FusedAdam; in that of
             HybridDeviceOptimizer it is ``optimizer_offload_fraction``.
         numerics: ``"ieee"`` or ``"te"``; by default that of the place: ``"te"`` for FusedAdam, else ``"ieee"``.
+        log_interval: print what a step moved and cost on the first rank, once in so many steps (see
+            ``last_step_report``). By default what FUSED_OFFLOAD_LOG_INTERVAL says, and nothing where it is not set.
 
     Raises:
         TypeError: if ``offload`` is no OffloadConfig.
-        ValueError: for unknown numerics.
+        ValueError: for unknown numerics and a bad ``log_interval``.
         ModuleNotFoundError: if Megatron-Core is not installed.
     """
     global _installation
@@ -89,7 +94,7 @@ def install(offload: OffloadConfig | None = None, numerics: str | None = None) -
         raise ValueError(f"Invalid numerics: {numerics!r}, it should be 'ieee', 'te' or None")
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise ModuleNotFoundError("fused_offload.megatron needs Megatron-Core: pip install megatron-core")
-    settings = Settings(offload or OffloadConfig(), numerics)
+    settings = Settings(offload or OffloadConfig(), numerics, checked_interval(log_interval))
     if _installation is not None:
         _installation.settings = settings
         return
@@ -119,22 +124,25 @@ def is_installed() -> bool:
 
 
 @contextlib.contextmanager
-def installed(offload: OffloadConfig | None = None, numerics: str | None = None) -> Iterator[None]:
+def installed(
+    offload: OffloadConfig | None = None, numerics: str | None = None, *, log_interval: int | None = None
+) -> Iterator[None]:
     """`install` for the duration of a ``with`` block, in which the optimizer is built.
 
     Args:
         offload: as for `install`.
         numerics: as for `install`.
+        log_interval: as for `install`.
     """
     before = _installation.settings if _installation is not None else None
-    install(offload, numerics)
+    install(offload, numerics, log_interval=log_interval)
     try:
         yield
     finally:
         if before is None:
             uninstall()
         else:
-            install(before.offload, before.numerics)
+            install(before.offload, before.numerics, log_interval=before.log_interval)
 
 
 # -- places ------------------------------------------------------------------------------------------------------
@@ -214,6 +222,8 @@ def _wrapped_chain(init: Callable[..., None], layout: Layout, installation: _Ins
         if ours and ours[0].place not in installation.announced:
             installation.announced.add(ours[0].place)
             _announce(ours, layout)
+        if ours and installation.settings.log_interval is not None:
+            log_steps(ours, installation.settings.log_interval)
 
     return announcing_init
 

@@ -22,10 +22,12 @@ class Settings(NamedTuple):
     Attributes:
         offload: how state moves, and in the place of FusedAdam also which share of it.
         numerics: ``"ieee"``, ``"te"``, or None for what each place has by default.
+        log_interval: steps between two printed reports, or None.
     """
 
     offload: OffloadConfig
     numerics: str | None
+    log_interval: int | None = None
 
 
 class _Build(NamedTuple):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from scenarios_training import FORMS, LAYOUTS
 
 import fused_offload.megatron as fom
 from fused_offload import OffloadConfig
+from fused_offload.megatron.step_log import VARIABLE
 
 _ONE, _TWO, _EARLY = (Phase.ONE_RANK,), (Phase.TWO_RANKS,), (Phase.BEFORE_IMPORT,)
 _ENTRY = "megatron.core.optimizer"
@@ -303,3 +305,27 @@ def _said(context: Context) -> dict[str, Any]:
 
 
 scenario("what is said", _said, _TWO)
+
+
+def _logged(context: Context) -> dict[str, str]:
+    """Five calls of each optimizer's step, with an interval from either place."""
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    spec = JobSpec(forms=FORMS["remainders"], layout=LAYOUTS["dense and experts"])
+    printed = {}
+    for name, interval, variable in (("argument", 2, "1"), ("variable", None, "3"), ("neither", None, "")):
+        output = io.StringIO()
+        os.environ[VARIABLE] = variable
+        try:
+            with contextlib.redirect_stdout(output), fom.installed(log_interval=interval):
+                optimizer = get_megatron_optimizer(optimizer_config(spec), [build_model(spec)])
+                for _ in range(5):
+                    for child in optimizer.chained_optimizers:
+                        child.optimizer.step()
+        finally:
+            del os.environ[VARIABLE]
+        printed[name] = output.getvalue()
+    return printed
+
+
+scenario("steps are logged", _logged, _TWO)

@@ -127,6 +127,14 @@ def test_the_message_names_the_bytes_of_dense_and_expert_parameters(results: Res
     assert float(gigabytes) == pytest.approx(run["bytes"] / 1e9, rel=1e-2)
 
 
+def test_steps_are_logged_on_the_first_rank_where_asked_for(results: Results) -> None:
+    first, second = results.ranks("steps are logged", Phase.TWO_RANKS)
+    for name, steps in (("argument", [2, 4]), ("variable", [3]), ("neither", [])):
+        lines = re.findall(r"optimizer (\d) of 2, at step (\d): .*CPU", first[name])
+        assert lines == [(number, str(step)) for step in steps for number in "12"]
+        assert "at step" not in second[name]
+
+
 def test_a_fraction_of_zero_is_warned_about_once(results: Results) -> None:
     for run in results.ranks("what is said", Phase.TWO_RANKS):
         assert [len(run[what]["warnings"]) for what in ("all", "nothing", "experts")] == [0, 1, 0]

@@ -1,0 +1,65 @@
+"""Prints on the first rank what steps moved and what they cost, where somebody asks for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .adam import MegatronAdam
+
+VARIABLE = "FUSED_OFFLOAD_LOG_INTERVAL"
+"""Environment variable with the interval, for programs whose call of `install` cannot be changed."""
+
+
+def checked_interval(log_interval: int | None) -> int | None:
+    """Steps between two lines, or None for no lines.
+
+    Args:
+        log_interval: what `install` was given; None goes by the environment.
+
+    Raises:
+        ValueError: for anything but an integer of at least 1.
+    """
+    given: Any = os.environ.get(VARIABLE) or None if log_interval is None else log_interval
+    if given is None:
+        return None
+    name = VARIABLE if log_interval is None else "log_interval"
+    if isinstance(given, str) and given.isdecimal():
+        given = int(given)
+    if isinstance(given, bool) or not isinstance(given, int) or given < 1:
+        raise ValueError(f"Invalid {name}: {given!r}, it should be a number of steps, at least 1")
+    return given
+
+
+def log_steps(inners: Sequence[MegatronAdam], interval: int) -> None:
+    """Prints one line for each optimizer after every ``interval`` calls of its ``step``.
+
+    Nothing waits for the device: a line is about the last step that it is through with, some calls ago.
+
+    Args:
+        inners: of one model, in order.
+        interval: calls of ``step``.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
+    for index, inner in enumerate(inners):
+        name = f"optimizer {index + 1} of {len(inners)}, " if len(inners) > 1 else ""
+        inner.register_step_post_hook(_Printer(name, interval))
+
+
+class _Printer:
+    def __init__(self, name: str, interval: int) -> None:
+        self._name = name
+        self._interval = interval
+        self._calls = 0
+
+    def __call__(self, optimizer: Any, *_: Any) -> None:
+        self._calls += 1
+        if self._calls % self._interval:
+            return
+        report = optimizer.last_step_report()
+        said = "no step has ended on the GPU yet, or all state is on the CPU" if report is None else str(report)
+        print(f"fused-offload: {self._name}at step {self._calls}: {said}", flush=True)
