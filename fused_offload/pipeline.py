@@ -37,8 +37,14 @@ steady step without a window allocates nothing.
 
 [Note: grads are inputs] The kernel never writes a gradient.
 
+[Note: replay] With ``OffloadConfig.graph`` the second step of a kind is captured instead of enqueued, and replayed from
+then on. What changes from step to step is read from device memory: addresses from the table, learning rates and bias
+corrections from beside it, a gradient scaler's signals from cells of our own. All else is part of a capture's key. The
+first step of a kind is enqueued as ever, since no kernel can be loaded in a capture. The caller's stream waits for both
+copy streams before a replay, and they for it behind.
+
 [Note: all or nothing] Whatever can fail (checks, the ring, the table's memory, compilation) happens in
-`Pipeline.prepare`, before the first launch.
+`Pipeline.prepare`, before the first launch; captures are made there, too.
 """
 
 from __future__ import annotations
@@ -60,7 +66,8 @@ from .kernels.adam import AmpSignals, LaunchKind
 from .kernels.reference import AdamScalars, AdamState
 from .plan import Chunk
 from .planner import ChunkKind, StepPlan, extent_streaming
-from .skips import SkipCounter
+from .replay import Cells, check_rounding, launch_key, with_lr_in, with_lr_rows
+from .skips import MAX_PENDING, SkipCounter
 from .staging import RingNeed, Slot, StagingRing
 from .step_report import Span, StepLog, StepMarks
 from .storage import Layout, slot_bytes
@@ -345,6 +352,18 @@ class _Moved(NamedTuple):
         )
 
 
+class _Capture(NamedTuple):
+    """A step as a graph, see [Note: replay].
+
+    Attributes:
+        key: what it holds for.
+        graph: the graph, or None before the second step of that kind.
+    """
+
+    key: Any
+    graph: torch.cuda.CUDAGraph | None
+
+
 class _DevicePlan:
     """What the pipeline works out once per plan and device."""
 
@@ -366,6 +385,9 @@ class _DevicePlan:
         self.copied, self.mapped = _Moved.by(self.transfers), _Moved.by(in_host_memory)
         streamed = {kind.extent for kind in self.kinds if kind.origin is None}
         self.need = _ring_need(config, ((extent.layout, extent.numel) for extent in streamed))
+        # A first step is not like the next one, which finds state.
+        self.is_replayable = not any(kind.init_moments or kind.init_master or kind.block for kind in self.kinds)
+        self.capture: _Capture | None = None
         # By slot, weakly: a ring that is released or grown takes its slots' views with it.
         self._states: weakref.WeakKeyDictionary[Slot, dict[Any, AdamState]] = weakref.WeakKeyDictionary()
 
@@ -394,12 +416,14 @@ class PreparedStep(NamedTuple):
         launch: ``(chunk index, slot index)``, enqueues that chunk's kernel.
         params: parameters that the step changes.
         found_inf: signal to count a skip by, or None.
+        graph: what to replay instead of launching, or None.
     """
 
     plan: _DevicePlan
     launch: Callable[[int, int], None]
     params: list[torch.Tensor]
     found_inf: torch.Tensor | None
+    graph: torch.cuda.CUDAGraph | None = None
 
 
 class Pipeline:
@@ -418,6 +442,7 @@ class Pipeline:
         self.log = StepLog()
         self._config = config
         self._upload = UploadBuffer(device)
+        self._cells = Cells(device)
         self._compiled: set[Any] = set()
         self._window: dict[WindowBlock, LoadedBlock] = {}
         self._write_backs = WriteBacks()
@@ -537,24 +562,74 @@ class Pipeline:
         ops = CudaOps(self.queues)
         if self._computed is not None:  # the table of the previous step may still be read, on another current stream
             ops.wait(ops.compute, self._computed)
+        if self._config.graph:
+            check_rounding(device_plan.kinds)
+        is_replayable = self._config.graph and device_plan.is_replayable
+        if is_replayable:
+            corrections = with_lr_rows(corrections, scalars, MAX_PENDING + 1)
         table, correction_rows = self._upload.send(
             device_plan.table,
-            corrections if found_inf is not None else {},
+            corrections if found_inf is not None or is_replayable else {},
             ops.compute.cuda_stream,
             lambda: ops.record(ops.compute),
         )
-        signals = self._signals(grad_scale, found_inf, correction_rows)
         scalars = {group: _with_lr_on(device, values) for group, values in scalars.items()}
+        if is_replayable:
+            scalars = {group: with_lr_in(correction_rows[group], values) for group, values in scalars.items()}
+            correction_rows = {group: rows[1:] for group, rows in correction_rows.items()}
+            signals = self._signals(
+                self._cells.hold("grad_scale", grad_scale),
+                self._cells.hold("found_inf", found_inf, 0.0),
+                correction_rows,
+            )
+        else:
+            signals = self._signals(grad_scale, found_inf, correction_rows)
 
         def launch(index: int, slot_index: int) -> None:
             rows = device_plan.table.chunks[index]
             arguments = self._arguments(device_plan, index, slot_index, updates, scalars, signals, numerics, aligned)
             adam.adam_step_(table[rows.first :], rows.rows, rows.programs, *arguments)
 
+        step = PreparedStep(device_plan, launch, updates.params, found_inf)
+        key = None
+        if is_replayable:
+            slots = sorted(slot.memory.data_ptr() for slot in self.queues.ring.slots)
+            key = (table.data_ptr(), list(aligned), slots, numerics, launch_key(scalars, signals))
+            capture = device_plan.capture
+            if capture is not None and capture.key == key:
+                if capture.graph is None:
+                    capture = device_plan.capture = _Capture(key, self._captured(step))
+                return step._replace(graph=capture.graph)
+            device_plan.capture = _Capture(key, None)
         for index in range(len(device_plan.kinds)):
             arguments = self._arguments(device_plan, index, 0, updates, scalars, signals, numerics, aligned)
             self._compile(table, *arguments)
-        return PreparedStep(device_plan, launch, updates.params, found_inf)
+        return step
+
+    def _captured(self, step: PreparedStep) -> torch.cuda.CUDAGraph:
+        """A step as a graph; nothing runs."""
+        slots = self.queues.ring.slots
+        written_back = [slot.written_back for slot in slots]
+        graph = torch.cuda.CUDAGraph()
+        try:
+            for slot in slots:
+                slot.written_back = None
+            with torch.cuda.stream(torch.cuda.Stream(self.queues.device)):  # the default stream cannot be captured
+                graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    ops = CudaOps(self.queues)
+                    began = ops.record(ops.compute)
+                    for stream in (ops.h2d, ops.d2h):
+                        ops.wait(stream, began)
+                    self._enqueue(step, ops, (), (), ())
+                    for stream in (ops.h2d, ops.d2h):
+                        ops.wait(ops.compute, ops.record(stream))
+                finally:
+                    graph.capture_end()
+        finally:
+            for slot, event in zip(slots, written_back, strict=True):
+                slot.written_back = event
+        return graph
 
     def _signals(
         self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None, rows: Mapping[int, torch.Tensor]
@@ -603,30 +678,86 @@ class Pipeline:
             adam.compile_step(table, state, scalars, kind, signals)
             self._compiled.add(key)
 
-    def run(self, step: PreparedStep) -> None:
-        """Enqueues a prepared step."""
+    def _enqueue(
+        self,
+        step: PreparedStep,
+        ops: CudaOps,
+        previous: Sequence[Event],
+        previous_blocks: Sequence[Event],
+        window: Sequence[WindowChunk],
+    ) -> tuple[Event | None, tuple[torch.cuda.Event, ...]]:
+        """Enqueues all kernels of a step and the copies of its chunks.
+
+        Args:
+            step: the step.
+            ops: queues of the device.
+            previous: last write-backs of what streamed chunks read.
+            previous_blocks: last write-backs of what zero-copy kernels read.
+            window: chunks of the window.
+
+        Returns:
+            Event of the last write-back, or None if there was none; timing events behind the chunks' copies, to the
+            device and to the host.
+        """
         plan = step.plan
-        ops = CudaOps(self.queues)
         streamed = [
             StreamedChunk(transfer, partial(step.launch, index))
             for index, transfer in enumerate(plan.transfers)
             if transfer is not None
         ]
+        written_back = stream_chunks(streamed, self.queues.ring.slots, ops, previous, window)
+        copies_ended = tuple(ops.record(stream, timing=True) for stream in (ops.h2d, ops.d2h))
+        in_host_memory = [
+            partial(step.launch, index, 0) for index, kind in enumerate(plan.kinds) if kind.max_programs is not None
+        ]
+        if in_host_memory:
+            written_back = launch_in_host_memory(in_host_memory, ops, previous_blocks)
+        for index, kind in enumerate(plan.kinds):
+            if kind.extent.layout.resident:
+                step.launch(index, 0)
+        return written_back, copies_ended
+
+    def run(self, step: PreparedStep) -> None:
+        """Enqueues a prepared step."""
+        if step.graph is not None:
+            self._replay(step, step.graph)
+        else:
+            self._run(step)
+        if step.found_inf is not None:
+            ops = CudaOps(self.queues)
+            self.skips.count(step.found_inf, lambda: ops.record(ops.compute))
+            self._computed = ops.record(ops.compute)
+        # The kernel writes through raw addresses; autograd must still notice that saved parameters changed.
+        torch.autograd.graph.increment_version(step.params)
+
+    def _replay(self, step: PreparedStep, graph: torch.cuda.CUDAGraph) -> None:
+        """Replays a captured step, see [Note: replay]."""
+        ops = CudaOps(self.queues)
+        for stream in (ops.h2d, ops.d2h):
+            ops.wait(ops.compute, ops.record(stream))
+        began = ops.record(ops.compute, timing=True)
+        graph.replay()
+        computed = self._computed = ops.record(ops.compute, timing=True)
+        ops.wait(ops.d2h, computed)
+        written_back = ops.record(ops.d2h)
+        for slot in self.queues.ring.slots:
+            slot.written_back = written_back
+        self._write_backs.note_streamed(written_back, ())
+        moved = (step.plan.copied, step.plan.mapped)
+        to_device = tuple(Span((began,), computed, part.to_device) for part in moved)
+        to_host = tuple(Span((began,), computed, part.to_host) for part in moved)
+        self.log.add(StepMarks(began, computed, (), to_device, to_host, 0))
+
+    def _run(self, step: PreparedStep) -> None:
+        plan = step.plan
+        ops = CudaOps(self.queues)
         window = [self._window_chunk(step, index, ops) for index in plan.window_copies]
         window_bytes = sum(block.nbytes for block in self._window)
         previous = self._write_backs.of_streamed(self._window)
         began = ops.record(ops.compute, timing=True)
         copies_began = ops.record(ops.h2d, timing=True)
-        written_back = stream_chunks(streamed, self.queues.ring.slots, ops, previous, window)
-        copies_ended = [ops.record(stream, timing=True) for stream in (ops.h2d, ops.d2h)]
-        in_host_memory = [
-            partial(step.launch, index, 0) for index, kind in enumerate(plan.kinds) if kind.max_programs is not None
-        ]
-        if in_host_memory:
-            written_back = launch_in_host_memory(in_host_memory, ops, self._write_backs.of_host_memory(self._window))
-        for index, kind in enumerate(plan.kinds):
-            if kind.extent.layout.resident:
-                step.launch(index, 0)
+        previous_blocks = self._write_backs.of_host_memory(self._window)
+        written_back, copies_ended = self._enqueue(step, ops, previous, previous_blocks, window)
         computed = self._computed = ops.record(ops.compute, timing=True)
         copied = Span((began, copies_began), copies_ended[0], plan.copied.to_device)
         mapped = Span((began,), computed, plan.mapped.to_device)
@@ -637,11 +768,6 @@ class Pipeline:
         )
         self.log.add(StepMarks(began, computed, tuple(self._prefetched), (copied, mapped), to_host, window_bytes))
         self._prefetched.clear()
-        if step.found_inf is not None:
-            self.skips.count(step.found_inf, lambda: ops.record(ops.compute))
-            self._computed = ops.record(ops.compute)
-        # The kernel writes through raw addresses; autograd must still notice that saved parameters changed.
-        torch.autograd.graph.increment_version(step.params)
 
     def _window_chunk(self, step: PreparedStep, index: int, ops: CudaOps) -> WindowChunk:
         block = step.plan.kinds[index].block

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,10 +10,14 @@ from helpers import assert_same_snapshot, snapshot
 
 pytest.importorskip("triton")
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, cuda_driver, engine, window
+import cpu_pipeline
+
+from fused_offload import FusedOffloadAdam, OffloadConfig, window
 from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, DEFAULT_PROGRAMS
 from fused_offload.kernels import adam
 from fused_offload.streaming import Streaming, streaming_of
+
+pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
 
 SIZES = ((30, 41), (127,), (1,), (0,))
 FORMS: dict[str, dict[str, Any]] = {
@@ -30,59 +30,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "fp16": {"master_weights": True, "exp_avg_dtype": torch.float16, "exp_avg_sq_dtype": torch.float16},
     "uint8": {"master_weights": True, "exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8},
 }
-
-
-class FakeEvent:
-    def __init__(self, enable_timing: bool = False) -> None: ...
-
-    def record(self, stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, other: Any) -> float:
-        return 1.0
-
-
-class FakeStream:
-    cuda_stream = 0
-
-    def __init__(self, device: Any = None) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
-@pytest.fixture(autouse=True)
-def pipeline_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sends parameters on the CPU through the GPU's pipeline, on queues that run everything at once, in order."""
-    stream = FakeStream()
-    for name, value in {
-        "Stream": FakeStream,
-        "Event": FakeEvent,
-        "current_stream": lambda device=None: stream,
-        "device": lambda device: contextlib.nullcontext(),
-        "synchronize": lambda device=None: None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    monkeypatch.setattr(
-        cuda_driver, "copy_to_device_async", lambda device, host, nbytes, stream: ctypes.memmove(device, host, nbytes)
-    )
-    monkeypatch.setattr(
-        cuda_driver, "copy_to_host_async", lambda host, device, nbytes, stream: ctypes.memmove(host, device, nbytes)
-    )
-    monkeypatch.setattr(cuda_driver, "register_host_memory", lambda address, nbytes: None)
-    monkeypatch.setattr(cuda_driver, "unregister_host_memory", lambda address: None)
-    monkeypatch.setattr(engine, "_CPU", torch.device("meta"))
-    monkeypatch.setattr(adam, "compile_step", lambda *arguments: None)
-    yield
-    gc.collect()  # what is page-locked so far is given back the same way
 
 
 @pytest.fixture
