@@ -99,7 +99,7 @@ class FakeSteps:
         mib = way.chunk_bytes / MIB
         return 60 + 0.05 * mib + 40 / mib + (6 if way.depth == 2 else 0)
 
-    def time(self, way: Streaming, steps: int = 2) -> list[float]:
+    def time(self, way: Streaming, steps: int = 2, *, graph: bool = False) -> list[float]:
         self.calls += 1
         return [self.true_ms(way) * (1 + 0.03 * ((self.calls * 7919 + i) % 13) / 13) for i in range(steps)]
 
@@ -112,9 +112,12 @@ def test_the_sweep_finds_what_brute_force_finds() -> None:
     chosen = Streaming(swept.choice.chunk_bytes, swept.choice.depth)
     assert steps.true_ms(chosen) <= 1.05 * best
     assert told[-1][1] == told[-1][2]
+    assert chosen in [one.streaming for one in swept.graphs]
+    assert {len(one.samples_ms) for one in swept.graphs} == {4}
     # Without time everything is looked at once, and something is chosen all the same.
     hurried = measure.sweep(FakeSteps(), time.perf_counter() - 1, lambda *report: None)
     assert {len(one.samples_ms) for one in hurried.timed} == {2}
+    assert {len(one.samples_ms) for one in hurried.graphs} == {2}
     assert steps.true_ms(Streaming(hurried.choice.chunk_bytes, hurried.choice.depth)) <= 1.05 * best
 
 
@@ -344,7 +347,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         ways = timed(c8x3=75.0, c48x3=73.0, c32x4=72.0, z32=90.0, z64=85.0)
         swept = (
             measure.Swept(20_000_000, SMALL.state_bytes, tuple(ways), SMALL),
-            measure.Swept(250_000_000, LARGE.state_bytes, tuple(ways), LARGE),
+            measure.Swept(250_000_000, LARGE.state_bytes, tuple(ways), LARGE, tuple(timed(c4x4=71.5))),
         )
         return measure.Tuning(PROFILE, (link.LinkRate(16, 54.0, 53.0, 47.0),), 3.0, swept, 44.0)
 
@@ -355,7 +358,17 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_tune_shows_and_keeps(measured: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tune"]) == 0
     captured = capsys.readouterr()
-    for words in ("H100", "47.0", "depth 4", "72.00", "zero-copy, 64 programs", "Chosen: because", "3.00 ms", "44 s"):
+    for words in (
+        "H100",
+        "47.0",
+        "depth 4",
+        "72.00",
+        "zero-copy, 64 programs",
+        "Chosen: because",
+        "3.00 ms",
+        "44 s",
+        "4 MiB x 4 71.50 ms",
+    ):
         assert words in captured.out
     assert profiles.find(KEY, measured).profile == PROFILE
 

@@ -26,6 +26,10 @@ _WORTH_ANOTHER_LOOK = 0.05
 _MOST_LOOKED_AT = 6
 
 
+GRAPH_CHUNK_MIB = (2, 4, 16)
+"""A replay costs the host nothing a chunk, so that smaller chunks may be as fast."""
+
+
 class Timed(NamedTuple):
     """A way to stream, and what steps by it took.
 
@@ -66,6 +70,18 @@ def candidates(state_bytes: int) -> list[Streaming]:
     if DEFAULTS not in ways:
         ways.append(DEFAULTS)
     return ways + [Streaming(programs=programs) for programs in PROGRAMS]
+
+
+def graph_candidates(choice: Choice) -> list[Streaming]:
+    """What is tried as a captured step: small chunks, and what was chosen for steps that are not captured.
+
+    Args:
+        choice: for steps that are not captured.
+    """
+    copies = [Streaming(mib * MIB, depth) for mib, depth in product(GRAPH_CHUNK_MIB, (3, 4))]
+    return list(
+        dict.fromkeys([*copies, Streaming(choice.chunk_bytes, choice.depth), Streaming(programs=choice.programs)])
+    )
 
 
 def worth_another_look(timed: Sequence[Timed]) -> list[Streaming]:

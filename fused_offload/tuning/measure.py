@@ -18,7 +18,7 @@ from fused_offload.machine_key import MachineKey
 from fused_offload.profiles import Choice, Profile, Timing
 from fused_offload.streaming import Streaming
 
-from .choose import Timed, candidates, choose, worth_another_look
+from .choose import Timed, candidates, choose, graph_candidates, worth_another_look
 from .link import LinkRate, Report, measure_link
 from .rig import NARROW, WIDE, Rig, rig
 
@@ -40,12 +40,14 @@ class Swept(NamedTuple):
         state_bytes: of their state.
         timed: every way that was tried.
         choice: the one that is chosen.
+        graphs: captured steps, which have to be asked for (``OffloadConfig.graph``).
     """
 
     param_numel: int
     state_bytes: int
     timed: tuple[Timed, ...]
     choice: Choice
+    graphs: tuple[Timed, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,13 @@ def sweep(steps: Any, deadline: float, report: Report) -> Swept:
         go_round(worth_another_look(_timed(samples)), must=False)
     report(phase, total, total)
     timed = _timed(samples)
-    return Swept(steps.param_numel, state_bytes, timed, choose(timed, state_bytes))
+    choice = choose(timed, state_bytes)
+    graphs: dict[Streaming, list[float]] = {way: [] for way in graph_candidates(choice)}
+    for _ in range(2):
+        for way, times in graphs.items():
+            if not times or time.perf_counter() < deadline:
+                times += steps.time(way, graph=True)
+    return Swept(steps.param_numel, state_bytes, timed, choice, _timed(graphs))
 
 
 def _timed(samples: dict[Streaming, list[float]]) -> tuple[Timed, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,15 +71,17 @@ class Rig:
         torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3
 
-    def time(self, streaming: Streaming, steps: int = 2) -> list[float]:
+    def time(self, streaming: Streaming, steps: int = 2, *, graph: bool = False) -> list[float]:
         """Steps by one way to stream, after one that takes its ring and compiles its kernels.
 
         Args:
             streaming: the way.
             steps: how many.
+            graph: replay a captured step; the second is captured.
         """
-        self.optimizer._stepper.reconfigure(config_of(streaming))
-        self.step_ms()
+        self.optimizer._stepper.reconfigure(dataclasses.replace(config_of(streaming), graph=graph))
+        for _ in range(1 + graph):
+            self.step_ms()
         return [self.step_ms() for _ in range(steps)]
 
 

@@ -108,13 +108,16 @@ def as_json(tuning: Tuning, path: Any = None) -> dict[str, Any]:
             {
                 "param_numel": swept.param_numel,
                 "state_bytes": swept.state_bytes,
-                "timed": [
-                    {**one.streaming._asdict(), "ms": one.ms, "samples_ms": one.samples_ms} for one in swept.timed
-                ],
+                "timed": [_timed_as_json(one) for one in swept.timed],
+                "graphs": [_timed_as_json(one) for one in swept.graphs],
             }
             for swept in tuning.swept
         ],
     }
+
+
+def _timed_as_json(one: Timed) -> dict[str, Any]:
+    return {**one.streaming._asdict(), "ms": one.ms, "samples_ms": one.samples_ms}
 
 
 def show(tuning: Tuning, path: Any = None) -> None:
@@ -131,6 +134,9 @@ def show(tuning: Tuning, path: Any = None) -> None:
     for swept in tuning.swept:
         console.print(_steps_table(swept))
         console.print(f"Chosen: {swept.choice.why}.", highlight=False, markup=False, soft_wrap=True)
+        graphs = ", ".join(f"{one.label} {one.ms:.2f} ms" for one in sorted(swept.graphs, key=lambda one: one.ms))
+        if graphs:
+            console.print(f"With graph=True: {graphs}.", highlight=False, markup=False, soft_wrap=True)
     if tuning.kernel_ms is not None:
         numel = tuning.swept[-1].param_numel
         console.print(
