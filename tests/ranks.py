@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -41,7 +41,7 @@ def run_ranks(
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
         **(environment or {}),
     }
