@@ -167,7 +167,7 @@ def _update_block(
         p_model = bf16_to_fp32(raw)
     else:
         p_model = raw.to(tl.float32)
-    if INIT_MASTER or PARAM == "fp32" or MASTER == "none":
+    if (INIT_MASTER or PARAM == "fp32") or MASTER == "none":
         p = p_model
     elif MASTER == "remainder":
         p = join_remainder(raw, load_raw(master_ptr, offsets, mask, MASKED))
@@ -342,7 +342,7 @@ def _adam_kernel(
     CAN_SKIP: tl.constexpr = found_inf_ptr is not None
     # State that no earlier step wrote, or that is written without being read, must be written even by a skipped step:
     # what the slot holds then is nobody's.
-    WRITE_ON_SKIP: tl.constexpr = INIT_MOMENTS or INIT_MASTER or (PARAM == "fp32" and MASTER != "none")
+    WRITE_ON_SKIP: tl.constexpr = (INIT_MOMENTS or INIT_MASTER) or (PARAM == "fp32" and MASTER != "none")
 
     pid = tl.program_id(0)
     if lr_ptr is not None:

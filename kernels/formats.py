@@ -127,8 +127,10 @@ def _store_root8(rows, exists, threshold):
     finite = magnitude < float("inf")
     magnitude = tl.where(finite & exists, magnitude, 0.0)
     scale = tl.max(magnitude, axis=1)
-    divisor = tl.where(scale > 0.0, scale, 1.0)
-    quotient = tl.div_rn(magnitude, tl.broadcast_to(divisor[:, None], magnitude.shape))
+    # Old releases of Triton divide with subnormal operands flushed to zero, and 0 / 0 is no code.
+    lift = tl.where(scale < 8.673617379884035e-19, 18446744073709551616.0, 1.0)  # 2^-60 and 2^64
+    divisor = tl.where(scale > 0.0, scale * lift, 1.0)
+    quotient = tl.div_rn(magnitude * lift[:, None], tl.broadcast_to(divisor[:, None], magnitude.shape))
     below = tl.minimum((tl.sqrt_rn(tl.sqrt_rn(quotient)) * 127.0).to(tl.int32), 126)
     low = _root8_units(below)
     fraction = tl.div_rn(quotient - low, _root8_units(below + 1) - low)
@@ -188,7 +190,7 @@ def load_state(
     ``offsets`` are ``start + arange(BLOCK)``, ``start`` is a multiple of the scale block, ``mask`` is true for the
     first ``numel`` of them.
     """
-    if FORM == "fp16" or FORM == "root8" or FORM == "log8":
+    if (FORM == "fp16" or FORM == "root8") or FORM == "log8":
         rows: tl.constexpr = BLOCK // 128
         row = tl.arange(0, rows)
         # Scales past the last element belong to another segment or to nobody.

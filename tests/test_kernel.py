@@ -6,7 +6,11 @@ Every comparison is of whole buffers, guard zones and padding included, so a wri
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -401,6 +405,29 @@ def test_infinite_and_nan_gradients(setup: Setup, device: torch.device) -> None:
         assert not ours.data[[SCALE_BLOCK + index for index in hit]].isfinite().any()
         assert same_but_for_nans(ours.data, theirs.data)
         assert ours.scale is None or same_but_for_nans(ours.scale, theirs.scale)
+
+
+@pytest.mark.parametrize("forms", [("root8", "log8", "remainder")], ids="-".join)
+def test_the_compiler_takes_what_the_interpreter_takes(forms: tuple[str, ...], tmp_path: Path) -> None:
+    pytest.importorskip("triton.backends.nvidia")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, str(Path(__file__).parent / "compile_kernel.py"), *forms]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.count("lines of PTX") == 2
+
+
+@pytest.mark.parametrize("magnitude", [2.0**-149, 2.0**-130, 2.0**-61, 2.0**100])
+def test_8_bit_moments_of_any_magnitude(magnitude: float, device: torch.device) -> None:
+    actual, expected = both(EIGHT_BIT, (300,), device, steps=1)
+    for world in (actual, expected):
+        values = torch.randn(300, generator=torch.Generator().manual_seed(0)) * magnitude
+        world.grad(0).copy_(values.clamp(-1e15, 1e15))
+        for stored, moment in zip(world.state[:2], (values, values.abs()), strict=True):
+            encode_(stored.narrow(world.starts[0], 300), moment.to(stored.data.device))
+    actual.kernel_step(scalars_of(EIGHT_BIT, 2), actual.pieces())
+    expected.reference_step(scalars_of(EIGHT_BIT, 2), expected.pieces())
+    assert_same_memory(actual, expected)
 
 
 # -- what the kernel reads on the device -----------------------------------------------------------------------------

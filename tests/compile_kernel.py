@@ -1,0 +1,74 @@
+"""Compiles the kernel for a GPU that need not be there: ``python tests/compile_kernel.py EXP_AVG EXP_AVG_SQ MASTER``.
+
+The interpreter runs Python, and takes much that Triton's compiler does not. Arguments are names of forms.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from fused_offload.kernels import adam, forms
+from fused_offload.kernels.adam import AmpSignals, LaunchKind
+from fused_offload.kernels.forms import SCALE_BLOCK, Form, Stored
+from fused_offload.kernels.reference import AdamState, adam_scalars
+
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int16: "i16",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+}
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+def type_of(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"*{TYPES[value.dtype]}"
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def compile_step(exp_avg: Form, exp_avg_sq: Form, master: Form, *, amp: AmpSignals, max_programs: int | None) -> str:
+    """PTX of one step of bfloat16 parameters."""
+
+    def stored(form: Form) -> Stored:
+        return Stored(form, torch.empty(SCALE_BLOCK, dtype=form.dtype), torch.empty(1) if form.scaled else None)
+
+    scalars = adam_scalars(
+        lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=1, bias_corrected=True, adam_w_mode=True
+    )
+    state = AdamState(stored(exp_avg), stored(exp_avg_sq), stored(master))
+    kind = LaunchKind(torch.bfloat16, torch.bfloat16, max_programs=max_programs)
+    table = torch.empty(1, adam.TABLE_COLUMNS, dtype=torch.int64)
+    arguments = adam._arguments(table, 1, 1, state, scalars, kind, amp)
+    options = {name: arguments.pop(name) for name in ("num_warps", "enable_fp_fusion")}
+    kernel = adam._adam_kernel
+    constants = {
+        param.name: arguments[param.name]
+        for param in kernel.params
+        if param.is_constexpr or arguments[param.name] is None
+    }
+    signature = {name: "constexpr" if name in constants else type_of(arguments[name]) for name in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants)
+    return str(triton.compile(source, target=HOPPER, options=options).asm["ptx"])
+
+
+def main() -> None:
+    by_name = {form.name: form for form in vars(forms).values() if isinstance(form, Form)}
+    exp_avg, exp_avg_sq, master = (by_name[name] for name in sys.argv[1:4])
+    one = torch.ones(1)
+    skipping = AmpSignals(one, one, torch.ones(1, dtype=torch.int64), torch.ones(1, 2))
+    for amp, max_programs in ((AmpSignals(), None), (skipping, 32)):
+        ptx = compile_step(exp_avg, exp_avg_sq, master, amp=amp, max_programs=max_programs)
+        assert "st.global" in ptx
+        print(len(ptx.splitlines()), "lines of PTX")
+
+
+if __name__ == "__main__":
+    main()
