@@ -98,7 +98,9 @@ def streams_the_bits_of_the_resident_run() -> None:
             runs += [model, optimizer]
         same_training(*runs)
         for model, optimizer, place in ((*runs[:2], "cpu"), (*runs[2:], DEVICE)):
-            assert {local(optimizer.state[p]["exp_avg"]).device.type for p in model.parameters()} == {place}
+            values = [local(optimizer.state[p]["exp_avg"]) for p in model.parameters()]
+            # Where a shard has no elements, nothing is anywhere.
+            assert {value.device.type for value in values if value.numel()} == {place}
 
 
 @scenario
