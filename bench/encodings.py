@@ -295,11 +295,15 @@ def peer_updates(name: str, exact: ExactUpdates) -> Callable[[Tensor, int], Tens
     return update
 
 
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %" if share < 10 else "> 1000 %"
+
+
 def show(title: str, rows: dict[str, list[Error]], sets: list[str]) -> None:
     """Prints one table in Markdown."""
     print(f"\n{title}\n\n| | {' | '.join(sets)} |\n|---|{'---|' * len(sets)}")
     for name, errors in rows.items():
-        cells = [f"{100 * error.relative:.1f} %, {100 * error.drift:.1f} %, {error.worst:.2g}" for error in errors]
+        cells = [f"{_percent(error.relative)}, {_percent(error.drift)}, {error.worst:.2g}" for error in errors]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
