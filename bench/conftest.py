@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fused-offload benchmarks")
     group.addoption("--bench-numel", type=int, help="parameters (default: 1_000_000_000 on a GPU, 1_000_000 without)")
     group.addoption("--results", metavar="FILE.json", help="write machine facts and all rows to this file")
+    group.addoption("--profiles", metavar="DIR", help="where fused-offload tune kept its profile (default: as it does)")
     group.addoption("--smoke", action="store_true", help="tiny sizes, once: only checks that the benchmarks work")
     group.addoption("--sweep", action="store_true", help="also sweep chunk_bytes and depth (minutes)")
 

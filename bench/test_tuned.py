@@ -20,9 +20,11 @@ SIZES = (5_000_000, 20_000_000, 100_000_000, 1_000_000_000)
 
 
 @pytest.fixture(autouse=True)
-def profile_of_this_machine(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def profile_of_this_machine(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
     """The user's own profile, which tests do not see otherwise."""
-    monkeypatch.delenv(profiles.FOLDER_VARIABLE)
+    monkeypatch.setenv(profiles.FOLDER_VARIABLE, request.config.getoption("profiles") or "")
     monkeypatch.setattr(profiles, "of_device", profiles.of_device.__wrapped__)  # read it now, not what was read before
     found = profiles.of_device(device.index)
     if found.profile is None:
