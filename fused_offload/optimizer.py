@@ -629,9 +629,14 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             )
         if self._backward_steps is not None:
             self._backward_steps.detach()
-        self._backward_steps = BackwardSteps(self, models, clip_value=clip_value)
-        self.reserve_gpu_memory()
-        return self._backward_steps
+        steps = BackwardSteps(self, models, clip_value=clip_value)
+        try:
+            self.reserve_gpu_memory()
+        except BaseException:
+            steps.detach()
+            raise
+        self._backward_steps = steps
+        return steps
 
     @property
     def is_attached(self) -> bool:
@@ -684,7 +689,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         """What the last step that its GPUs are through with has moved, and what it cost.
 
         Waits for nothing: right after `step` this is an earlier one. None before there is one, and on the CPU, where
-        nothing moves.
+        nothing moves. With `step_in_backward` it is the last part of a step.
         """
         return self._stepper.engine.last_step_report()
 

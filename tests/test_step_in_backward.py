@@ -371,6 +371,19 @@ def test_arguments(device: str) -> None:
     assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
 
 
+def test_without_memory_for_the_staging_nothing_is_hooked(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = net(device)
+    optimizer = adam(model)
+
+    def refuse() -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(optimizer, "reserve_gpu_memory", refuse)
+    refused("no memory", optimizer.step_in_backward, model)
+    assert not any(param._post_accumulate_grad_hooks for param in model.parameters())
+    train(model, optimizer, range(1))
+
+
 def test_modules_of_a_model_may_be_passed_beside_it(device: str) -> None:
     model = net(device)
     optimizer = adam(model)
