@@ -238,6 +238,15 @@ def test_a_weight_with_several_gradients_in_one_pass(device: str) -> None:
             train(model, optimizer)
 
 
+def test_a_weight_that_the_pass_still_needs_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_backward, "PART_BYTES", 1)
+    model, _optimizer, *_ = pair(device)
+    x = torch.ones(2, WIDTH, device=device, requires_grad=True)
+    weight = model.layers[4].weight
+    early = torch.nn.functional.linear(x, weight.detach())  # no gradient of the weight waits for this
+    refused("modified by an inplace operation", model.layers[4](early).sum().backward)
+
+
 def test_closures(device: str) -> None:
     model, optimizer, reference, expected = pair(device)
 
