@@ -110,7 +110,7 @@ class Engine:
         """The queue of a device in which a step would run its kernels now."""
         if device == _CPU:
             return None
-        from .pipeline import CudaOps
+        from .queues import CudaOps
 
         return CudaOps(self._pipeline(device).queues).compute.cuda_stream
 

@@ -1,4 +1,4 @@
-"""Runs a plan through the ring: the only module with streams and events.
+"""Runs a plan through the ring. Only this module and `queues.py` have streams and events.
 
 ::
 
@@ -51,361 +51,39 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-from . import cuda_driver
 from .config import OffloadConfig
+from .device_plan import Capture, DevicePlan, ring_need
 from .kernels import adam
 from .kernels.adam import AmpSignals, LaunchKind
 from .kernels.reference import AdamScalars, AdamState
-from .plan import Chunk
-from .planner import ChunkKind, StepPlan, extent_streaming
+from .planner import ChunkKind, StepPlan
+from .queues import CudaOps, DeviceQueues
 from .replay import Cells, check_rounding, launch_key, with_lr_in, with_lr_rows
+from .schedule import (
+    Event,
+    LoadedBlock,
+    StreamedChunk,
+    WindowChunk,
+    launch_in_host_memory,
+    load_block,
+    stream_chunks,
+    write_back_window,
+)
 from .skips import MAX_PENDING, SkipCounter
-from .staging import RingNeed, Slot, StagingRing
+from .staging import Slot
 from .step_report import Span, StepLog, StepMarks
-from .storage import Layout, slot_bytes
-from .table import AddressTable
-from .transfers import ChunkTransfer, Copy, block_transfer, block_write_back, chunk_transfer, slot_state
+from .storage import Layout
+from .transfers import bytes_of
 from .updates import Updates
 from .upload import UploadBuffer
 from .window import WindowBlock, WriteBacks
-
-Event = Any
-
-
-class StreamOps(Protocol):
-    """What the pipeline asks of a device: three in-order queues, events between them, copies.
-
-    Attributes:
-        compute: the caller's current stream.
-        h2d: copies from slabs to slots.
-        d2h: copies from slots to slabs.
-    """
-
-    compute: Any
-    h2d: Any
-    d2h: Any
-
-    def record(self, stream: Any) -> Event:
-        """An event that completes with everything enqueued on ``stream`` so far."""
-
-    def wait(self, stream: Any, event: Event) -> None:
-        """Holds back what is enqueued on ``stream`` from now on until ``event`` completes."""
-
-    def copy_to_device(self, slot: Slot, copies: Sequence[Copy]) -> None:
-        """Enqueues copies on ``h2d``."""
-
-    def copy_to_host(self, slot: Slot, copies: Sequence[Copy]) -> None:
-        """Enqueues copies on ``d2h``."""
-
-
-class StreamedChunk(NamedTuple):
-    """One chunk, ready to go.
-
-    Attributes:
-        transfer: its copies.
-        launch: enqueues its kernel on the compute stream, on the state in a slot of this index.
-    """
-
-    transfer: ChunkTransfer
-    launch: Callable[[int], None]
-
-
-class LoadedBlock(NamedTuple):
-    """A block of the window on the GPU, or on its way there.
-
-    Attributes:
-        block: which state.
-        slot: its memory.
-        loaded: event after which it is there.
-        nbytes: what is copied into it.
-    """
-
-    block: WindowBlock
-    slot: Slot
-    loaded: Event
-    nbytes: int
-
-
-class WindowChunk(NamedTuple):
-    """One launch on state in the window, ready to go.
-
-    Attributes:
-        loaded: the block that it works on.
-        launch: enqueues its kernel on the compute stream.
-        to_host: what it wrote.
-    """
-
-    loaded: LoadedBlock
-    launch: Callable[[], None]
-    to_host: tuple[Copy, ...]
-
-
-def load_block(block: WindowBlock, slot: Slot, ops: StreamOps, written: Event | None) -> LoadedBlock:
-    """Enqueues the prefetch of one block.
-
-    Args:
-        block: which state.
-        slot: its memory, allocated on the compute stream.
-        ops: queues of the device.
-        written: last write-back of that state, or None.
-    """
-    ops.wait(ops.h2d, ops.record(ops.compute))  # [Note: window memory]
-    if written is not None:
-        ops.wait(ops.h2d, written)  # [Note: next step reads what this one wrote]
-    copies = block_transfer(block)
-    ops.copy_to_device(slot, copies)
-    return LoadedBlock(block, slot, ops.record(ops.h2d), _bytes_of(copies))
-
-
-def launch_window(chunks: Sequence[WindowChunk], ops: StreamOps) -> None:
-    """Enqueues the kernels of some chunks of the window."""
-    for chunk in chunks:
-        ops.wait(ops.compute, chunk.loaded.loaded)
-        chunk.launch()
-
-
-def write_back_window(
-    chunks: Iterable[WindowChunk], ops: StreamOps, written: Callable[[WindowBlock, Event], None]
-) -> None:
-    """Enqueues the write-back of chunks of the window, behind everything else: see [Note: window last].
-
-    Args:
-        chunks: chunks whose kernels are enqueued.
-        ops: queues of the device.
-        written: called with each chunk's block and the event of its write-back, right after it is enqueued.
-    """
-    computed = None
-    for chunk in chunks:
-        if computed is None:
-            computed = ops.record(ops.compute)
-            ops.wait(ops.d2h, computed)
-        ops.copy_to_host(chunk.loaded.slot, chunk.to_host)
-        written(chunk.loaded.block, ops.record(ops.d2h))
-
-
-def stream_chunks(
-    chunks: Sequence[StreamedChunk],
-    slots: Sequence[Slot],
-    ops: StreamOps,
-    previous: Sequence[Event],
-    window: Sequence[WindowChunk] = (),
-) -> Event | None:
-    """Enqueues prefetch, kernel and write-back of every chunk, and between them the kernels of the window.
-
-    Args:
-        chunks: chunks in order.
-        slots: the ring's slots.
-        ops: queues of the device.
-        previous: last write-backs of what the chunks read.
-        window: chunks whose state is on the GPU or on its way there. Their kernels run while others wait for the link.
-
-    Returns:
-        Event of the last write-back, or None if there is no chunk.
-    """
-    written_back = None
-    for event in previous if chunks else ():
-        ops.wait(ops.h2d, event)  # [Note: next step reads what this one wrote]
-    for index, chunk in enumerate(chunks):
-        slot = slots[index % len(slots)]
-        if slot.written_back is not None:
-            ops.wait(ops.h2d, slot.written_back)  # [Note: slot reuse]
-        ops.copy_to_device(slot, chunk.transfer.to_device)
-        loaded = ops.record(ops.h2d)
-
-        ops.wait(ops.compute, loaded)
-        chunk.launch(index % len(slots))
-        computed = ops.record(ops.compute)
-
-        ops.wait(ops.d2h, computed)
-        ops.copy_to_host(slot, chunk.transfer.to_host)
-        written_back = slot.written_back = ops.record(ops.d2h)
-        launch_window(window[index * len(window) // len(chunks) : (index + 1) * len(window) // len(chunks)], ops)
-    if not chunks:
-        launch_window(window, ops)
-    return written_back
-
-
-def launch_in_host_memory(launches: Sequence[Callable[[], None]], ops: StreamOps, previous: Sequence[Event]) -> Event:
-    """Enqueues kernels that read and write slabs themselves.
-
-    Args:
-        launches: each enqueues one kernel on the compute stream.
-        ops: queues of the device.
-        previous: last write-backs of what they read.
-
-    Returns:
-        Event after which they and every write-back before them are complete.
-    """
-    for event in previous:
-        ops.wait(ops.compute, event)  # [Note: next step reads what this one wrote]
-    for launch in launches:
-        launch()
-    ops.wait(ops.d2h, ops.record(ops.compute))
-    return ops.record(ops.d2h)
-
-
-class DeviceQueues:
-    """Copy streams and ring of one device, shared by all optimizers of the process, dropped with the last of them.
-
-    Attributes:
-        device: a CUDA device.
-        ring: the device's staging.
-    """
-
-    _of_device: ClassVar[weakref.WeakValueDictionary[torch.device, DeviceQueues]] = weakref.WeakValueDictionary()
-
-    @classmethod
-    def of(cls, device: torch.device) -> DeviceQueues:
-        """The queues of a device."""
-        queues = cls._of_device.get(device)
-        if queues is None:
-            queues = cls._of_device[device] = cls(device)
-        return queues
-
-    def __init__(self, device: torch.device) -> None:
-        """Creates the streams."""
-        self.device = device
-        self.ring = StagingRing(device)
-        self.h2d = torch.cuda.Stream(device)
-        self.d2h = torch.cuda.Stream(device)
-
-    def synchronize(self) -> None:
-        """Waits on the host for all copies."""
-        self.h2d.synchronize()
-        self.d2h.synchronize()
-
-    def require(self, user: Any, need: RingNeed) -> None:
-        """Makes the ring cover a need; see `StagingRing.grow`."""
-        if not self.ring.note_need(user, need):
-            return
-        if self.ring.slots:
-            self.synchronize()  # [Note: lifetime]
-        self.ring.grow(user)
-        # The allocator may reuse memory that work on the current stream still reads.
-        self.h2d.wait_stream(torch.cuda.current_stream(self.device))
-
-    def release(self) -> None:
-        """Gives the ring's memory back once no copy and no kernel uses it."""
-        with self.ring.lock:
-            torch.cuda.synchronize(self.device)  # [Note: lifetime]
-            self.ring.release()
-
-
-class CudaOps:
-    """`StreamOps` on a real device; lives for one step."""
-
-    def __init__(self, queues: DeviceQueues) -> None:
-        """Takes the caller's current stream as the compute stream."""
-        self.compute = torch.cuda.current_stream(queues.device)
-        self.h2d = queues.h2d
-        self.d2h = queues.d2h
-
-    def record(self, stream: torch.cuda.Stream, *, timing: bool = False) -> torch.cuda.Event:
-        """Records a new event."""
-        event = torch.cuda.Event(enable_timing=timing)
-        event.record(stream)
-        return event
-
-    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
-        """Makes a stream wait for an event."""
-        stream.wait_event(event)
-
-    def copy_to_device(self, slot: Slot, copies: Sequence[Copy]) -> None:
-        """Enqueues copies from slabs to a slot."""
-        base, stream = slot.memory.data_ptr(), self.h2d.cuda_stream
-        for copy in copies:
-            cuda_driver.copy_to_device_async(base + copy.slot_offset, copy.host_address, copy.nbytes, stream)
-
-    def copy_to_host(self, slot: Slot, copies: Sequence[Copy]) -> None:
-        """Enqueues copies from a slot to slabs."""
-        base, stream = slot.memory.data_ptr(), self.d2h.cuda_stream
-        for copy in copies:
-            cuda_driver.copy_to_host_async(copy.host_address, base + copy.slot_offset, copy.nbytes, stream)
-
-
-class _Moved(NamedTuple):
-    """Bytes of state that cross the link.
-
-    Attributes:
-        to_device: what kernels read.
-        to_host: what they write.
-    """
-
-    to_device: int
-    to_host: int
-
-    @classmethod
-    def by(cls, transfers: Iterable[ChunkTransfer | None]) -> _Moved:
-        """All bytes of some transfers."""
-        known = [transfer for transfer in transfers if transfer is not None]
-        return cls(
-            sum(_bytes_of(transfer.to_device) for transfer in known),
-            sum(_bytes_of(transfer.to_host) for transfer in known),
-        )
-
-
-class _Capture(NamedTuple):
-    """A step as a graph, see [Note: replay].
-
-    Attributes:
-        key: what it holds for.
-        graph: the graph, or None before the second step of that kind.
-    """
-
-    key: Any
-    graph: torch.cuda.CUDAGraph | None
-
-
-class _DevicePlan:
-    """What the pipeline works out once per plan and device."""
-
-    def __init__(self, plan: StepPlan, chunks: list[Chunk], updates: Updates, config: OffloadConfig) -> None:
-        self.table = AddressTable(plan, chunks, updates, adam.programs_of)
-        self.kinds: list[ChunkKind] = []
-        self.transfers: list[ChunkTransfer | None] = []
-        self.window_copies: dict[int, tuple[Copy, ...]] = {}  # write-back of the chunks in the window, by index
-        in_host_memory: list[ChunkTransfer] = []  # what copies would move for the chunks that need none
-        for index, chunk in enumerate(chunks):
-            kind = chunk.kind
-            assert isinstance(kind, ChunkKind)
-            self.kinds.append(kind)
-            self.transfers.append(chunk_transfer(chunk, kind) if kind.origin is None else None)
-            if kind.block is not None:
-                self.window_copies[index] = block_write_back(kind.block, chunk)
-            elif kind.max_programs is not None:
-                in_host_memory.append(chunk_transfer(chunk, kind))
-        self.copied, self.mapped = _Moved.by(self.transfers), _Moved.by(in_host_memory)
-        streamed = {kind.extent for kind in self.kinds if kind.origin is None}
-        self.need = _ring_need(config, ((extent.layout, extent.numel) for extent in streamed))
-        # A first step is not like the next one, which finds state.
-        self.is_replayable = not any(kind.init_moments or kind.init_master or kind.block for kind in self.kinds)
-        self.capture: _Capture | None = None
-        # By slot, weakly: a ring that is released or grown takes its slots' views with it.
-        self._states: weakref.WeakKeyDictionary[Slot, dict[Any, AdamState]] = weakref.WeakKeyDictionary()
-
-    def state(
-        self, index: int, slot_index: int, ring: StagingRing, window: Mapping[WindowBlock, LoadedBlock]
-    ) -> AdamState:
-        """State of a chunk as the kernel takes it; full chunks of a kind share the same views."""
-        kind, transfer = self.kinds[index], self.transfers[index]
-        if kind.block is not None:
-            return slot_state(window[kind.block].slot, kind.block.place, kind)
-        if transfer is None:
-            return kind.extent.state(init_moments=kind.init_moments, init_master=kind.init_master)
-        slot = ring.slots[slot_index]
-        views = self._states.setdefault(slot, {})
-        key = (kind, transfer.place.numel)
-        if key not in views:
-            views[key] = slot_state(slot, transfer.place, kind)
-        return views[key]
 
 
 class PreparedStep(NamedTuple):
@@ -419,7 +97,7 @@ class PreparedStep(NamedTuple):
         graph: what to replay instead of launching, or None.
     """
 
-    plan: _DevicePlan
+    plan: DevicePlan
     launch: Callable[[int, int], None]
     params: list[torch.Tensor]
     found_inf: torch.Tensor | None
@@ -525,7 +203,7 @@ class Pipeline:
         Raises:
             RuntimeError: if the GPU has too little memory; see `StagingRing.grow`.
         """
-        need = _ring_need(self._config, extents.items())
+        need = ring_need(self._config, extents.items())
         if need is not None:
             with self.locked():
                 self.queues.require(self, need)
@@ -555,7 +233,7 @@ class Pipeline:
         device = self.queues.device
         device_plan = plan.derived.get(device)
         if device_plan is None:
-            device_plan = plan.derived[device] = _DevicePlan(plan, plan.chunks_of(device), updates, self._config)
+            device_plan = plan.derived[device] = DevicePlan(plan, plan.chunks_of(device), updates, self._config)
         if device_plan.need is not None:
             self.queues.require(self, device_plan.need)
         aligned = device_plan.table.fill(updates)
@@ -598,9 +276,9 @@ class Pipeline:
             capture = device_plan.capture
             if capture is not None and capture.key == key:
                 if capture.graph is None:
-                    capture = device_plan.capture = _Capture(key, self._captured(step))
+                    capture = device_plan.capture = Capture(key, self._captured(step))
                 return step._replace(graph=capture.graph)
-            device_plan.capture = _Capture(key, None)
+            device_plan.capture = Capture(key, None)
         for index in range(len(device_plan.kinds)):
             arguments = self._arguments(device_plan, index, 0, updates, scalars, signals, numerics, aligned)
             self._compile(table, *arguments)
@@ -648,7 +326,7 @@ class Pipeline:
 
     def _arguments(
         self,
-        device_plan: _DevicePlan,
+        device_plan: DevicePlan,
         index: int,
         slot_index: int,
         updates: Updates,
@@ -805,7 +483,7 @@ class Pipeline:
 
         if not window:
             return ()
-        nbytes = sum(_bytes_of(chunk.to_host) for chunk in window)
+        nbytes = sum(bytes_of(chunk.to_host) for chunk in window)
         ops.wait(ops.d2h, computed)
         began = ops.record(ops.d2h, timing=True)
         window.reverse()
@@ -820,22 +498,6 @@ class Pipeline:
         if self._computed is not None:
             self._computed.synchronize()  # resident state is read by the host too
         self.skips.wait()
-
-
-def _ring_need(config: OffloadConfig, extents: Iterable[tuple[Layout, int]]) -> RingNeed | None:
-    """What streaming extents, given by layout and elements, needs of the ring; None if nothing does."""
-    needs = []
-    for layout, numel in extents:
-        chunk_bytes, depth, programs = extent_streaming(config, layout, numel)
-        if programs is None:
-            needs.append(RingNeed(depth, slot_bytes(layout, numel, chunk_bytes)))
-    if not needs:
-        return None
-    return RingNeed(max(need.depth for need in needs), max(need.slot_bytes for need in needs))
-
-
-def _bytes_of(copies: Iterable[Copy]) -> int:
-    return sum(copy.nbytes for copy in copies)
 
 
 def _with_lr_on(device: torch.device, scalars: AdamScalars) -> AdamScalars:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from .kernels.forms import SCALE_BLOCK, Stored
@@ -105,3 +106,8 @@ def slot_state(slot: Slot, place: ArrayPlace, kind: ChunkKind) -> AdamState:
         init_moments=kind.init_moments,
         init_master=kind.init_master,
     )
+
+
+def bytes_of(copies: Iterable[Copy]) -> int:
+    """All bytes of some copies."""
+    return sum(copy.nbytes for copy in copies)

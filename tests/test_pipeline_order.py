@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fused_offload.pipeline import (
+from fused_offload.schedule import (
     LoadedBlock,
     StreamedChunk,
     WindowChunk,
@@ -144,7 +144,7 @@ class FakeWindow:
         self.ops, self.write_backs = ops, write_backs
         self.memory = [Slot(None) for _ in range(7)]  # type: ignore[arg-type]
         self.loaded: dict[int, LoadedBlock] = {}
-        monkeypatch.setattr("fused_offload.pipeline.block_transfer", lambda place: (Copy(place, 0, 1),))
+        monkeypatch.setattr("fused_offload.schedule.block_transfer", lambda place: (Copy(place, 0, 1),))
 
     def prefetch(self, places: Sequence[int]) -> None:
         for place in places:

@@ -21,6 +21,8 @@ LAYERS = (
     {"updates", "store"},
     {"planner"},
     {"staging", "transfers", "table"},
+    {"schedule", "queues"},
+    {"device_plan"},
     {"pipeline", "cpu_loop"},
     {"engine"},
     {"optimizer"},
@@ -136,8 +138,8 @@ def test_kernels_import_nothing_of_ours(source: Source) -> None:
 
 
 @every_module
-def test_streams_and_events_only_in_the_pipeline(source: Source) -> None:
-    if source.name != "pipeline":
+def test_streams_and_events_only_in_the_pipeline_and_its_queues(source: Source) -> None:
+    if source.name not in ("pipeline", "queues"):
         assert uses_streams(source) == set()
 
 
@@ -171,6 +173,7 @@ def test_imports_resolve_to_modules_that_exist(source: Source) -> None:
 def test_the_rules_apply_to_something() -> None:
     by_name = {source.name: source for source in SOURCES}
     assert uses_streams(by_name["pipeline"])
+    assert uses_streams(by_name["queues"])
     assert uses_pinning(by_name["pinned"])
     assert uses_pinning(by_name["cuda_driver"])
     assert imports_package(by_name["kernels.adam"], "triton")

@@ -12,7 +12,7 @@ import torch
 from fused_offload import cuda_driver, numa
 from fused_offload.config import MIB
 from fused_offload.pinned import PinnedSlab
-from fused_offload.pipeline import DeviceQueues
+from fused_offload.queues import DeviceQueues
 
 COPY_MIB = (1, 4, 16, 48)
 ROUNDS = 3

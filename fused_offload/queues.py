@@ -1,0 +1,92 @@
+"""Copy streams and staging of a device, and what is enqueued on them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from . import cuda_driver
+from .staging import RingNeed, Slot, StagingRing
+from .transfers import Copy
+
+
+class DeviceQueues:
+    """Copy streams and ring of one device, shared by all optimizers of the process, dropped with the last of them.
+
+    Attributes:
+        device: a CUDA device.
+        ring: the device's staging.
+    """
+
+    _of_device: ClassVar[weakref.WeakValueDictionary[torch.device, DeviceQueues]] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceQueues:
+        """The queues of a device."""
+        queues = cls._of_device.get(device)
+        if queues is None:
+            queues = cls._of_device[device] = cls(device)
+        return queues
+
+    def __init__(self, device: torch.device) -> None:
+        """Creates the streams."""
+        self.device = device
+        self.ring = StagingRing(device)
+        self.h2d = torch.cuda.Stream(device)
+        self.d2h = torch.cuda.Stream(device)
+
+    def synchronize(self) -> None:
+        """Waits on the host for all copies."""
+        self.h2d.synchronize()
+        self.d2h.synchronize()
+
+    def require(self, user: Any, need: RingNeed) -> None:
+        """Makes the ring cover a need; see `StagingRing.grow`."""
+        if not self.ring.note_need(user, need):
+            return
+        if self.ring.slots:
+            self.synchronize()  # [Note: lifetime]
+        self.ring.grow(user)
+        # The allocator may reuse memory that work on the current stream still reads.
+        self.h2d.wait_stream(torch.cuda.current_stream(self.device))
+
+    def release(self) -> None:
+        """Gives the ring's memory back once no copy and no kernel uses it."""
+        with self.ring.lock:
+            torch.cuda.synchronize(self.device)  # [Note: lifetime]
+            self.ring.release()
+
+
+class CudaOps:
+    """`StreamOps` on a real device; lives for one step."""
+
+    def __init__(self, queues: DeviceQueues) -> None:
+        """Takes the caller's current stream as the compute stream."""
+        self.compute = torch.cuda.current_stream(queues.device)
+        self.h2d = queues.h2d
+        self.d2h = queues.d2h
+
+    def record(self, stream: torch.cuda.Stream, *, timing: bool = False) -> torch.cuda.Event:
+        """Records a new event."""
+        event = torch.cuda.Event(enable_timing=timing)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """Makes a stream wait for an event."""
+        stream.wait_event(event)
+
+    def copy_to_device(self, slot: Slot, copies: Sequence[Copy]) -> None:
+        """Enqueues copies from slabs to a slot."""
+        base, stream = slot.memory.data_ptr(), self.h2d.cuda_stream
+        for copy in copies:
+            cuda_driver.copy_to_device_async(base + copy.slot_offset, copy.host_address, copy.nbytes, stream)
+
+    def copy_to_host(self, slot: Slot, copies: Sequence[Copy]) -> None:
+        """Enqueues copies from a slot to slabs."""
+        base, stream = slot.memory.data_ptr(), self.d2h.cuda_stream
+        for copy in copies:
+            cuda_driver.copy_to_host_async(copy.host_address, base + copy.slot_offset, copy.nbytes, stream)
