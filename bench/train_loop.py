@@ -104,6 +104,7 @@ def all_cases() -> dict[str, Case]:
         "none-4": Case(4, None),
         "resident-6B-4": Case(4, "6B", resident),
         "stream-6B-4": Case(4, "6B", OffloadConfig()),
+        **{f"fraction-{f}-6B-4": Case(4, "6B", OffloadConfig(fraction=f / 100)) for f in (25, 50, 75)},
         "half-6B-4": Case(4, "6B", everything, half=True),
         "window-6B-4": Case(4, "6B", everything),
         "auto-6B-4": Case(4, "6B", auto),
