@@ -6,10 +6,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fused_offload.kernels.forms import BF16, FP32, REMAINDER, Form, Stored
+from fused_offload.kernels.forms import (
+    BF16,
+    FP32,
+    LOG8,
+    REMAINDER,
+    ROOT8,
+    SCALE_BLOCK,
+    Form,
+    Stored,
+    decode,
+    encode_,
+    rounding_counter,
+)
 from fused_offload.kernels.reference import AdamState, adam_scalars, adam_step_
 
-_MOMENT_FORMS = {torch.float32: FP32, torch.bfloat16: BF16}
+_MOMENT_FORMS = {torch.float32: (FP32, FP32), torch.bfloat16: (BF16, BF16), torch.uint8: (ROOT8, LOG8)}
+_KEYS = ("exp_avg", "exp_avg_sq", "master_param")
 
 
 class Forms(NamedTuple):
@@ -20,6 +33,14 @@ class Forms(NamedTuple):
 
     def master(self, param_dtype: torch.dtype) -> Form:
         return REMAINDER if self.remainders and param_dtype == torch.bfloat16 else FP32
+
+
+def _stored(form: Form, kept: torch.Tensor) -> Stored:
+    if not form.scaled:
+        return Stored(form, kept)
+    stored = Stored(form, torch.empty(kept.shape, dtype=form.dtype), torch.empty(-(-kept.numel() // SCALE_BLOCK)))
+    encode_(stored, kept)
+    return stored
 
 
 class ReferenceAdam(torch.optim.Optimizer):
@@ -36,22 +57,19 @@ class ReferenceAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
 
     def _state_of(self, param: torch.Tensor) -> AdamState:
-        moment, master = _MOMENT_FORMS[self.forms.moments], self.forms.master(param.dtype)
+        """State as it is stored; ``state`` holds the elements, of 8-bit forms the values, which encode to the same."""
+        forms = (*_MOMENT_FORMS[self.forms.moments], self.forms.master(param.dtype))
         is_new = not self.state[param]
         if is_new:
-            for key, form in (("exp_avg", moment), ("exp_avg_sq", moment), ("master_param", master)):
-                self.state[param][key] = torch.zeros(param.numel(), dtype=form.dtype)
-        state = self.state[param]
-        return AdamState(
-            Stored(moment, state["exp_avg"], None),
-            Stored(moment, state["exp_avg_sq"], None),
-            Stored(master, state["master_param"], None),
-            init_moments=is_new,
-            init_master=is_new,
-        )
+            for key, form in zip(_KEYS, forms, strict=True):
+                dtype = torch.float32 if form.scaled else form.dtype
+                self.state[param][key] = torch.zeros(param.numel(), dtype=dtype)
+        stored = [_stored(form, self.state[param][key]) for key, form in zip(_KEYS, forms, strict=True)]
+        return AdamState(*stored, init_moments=is_new, init_master=is_new)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        number = 0
         for group in self.param_groups:
             group["step"] = group.get("step", 0) + 1
             scalars = adam_scalars(
@@ -64,4 +82,9 @@ class ReferenceAdam(torch.optim.Optimizer):
                 adam_w_mode=True,
             )
             for param in group["params"]:
-                adam_step_(param, param.decoupled_grad.reshape(-1), self._state_of(param), scalars)
+                state, grad = self._state_of(param), param.decoupled_grad.reshape(-1)
+                adam_step_(param, grad, state, scalars, counter=rounding_counter(number, 0))
+                number += 1
+                for key, stored in zip(_KEYS, state[:3], strict=True):
+                    if stored.form.scaled:
+                        decode(stored, self.state[param][key])

@@ -18,6 +18,7 @@ FORMS = {
     "remainders": Forms(remainders=True),
     "remainders, bf16 moments": Forms(torch.bfloat16, remainders=True),
 }
+EIGHT_BIT = "remainders, 8-bit moments"
 LAYOUTS = {
     "one bucket": Layout(),
     "several buckets": Layout(bucket_size=SEVERAL_BUCKETS),
@@ -61,7 +62,7 @@ class Case(NamedTuple):
     def spec(self, optimizer: str) -> JobSpec:
         return JobSpec(
             optimizer,
-            FORMS[self.forms],
+            {**FORMS, EIGHT_BIT: Forms(torch.uint8, remainders=True)}[self.forms],
             LAYOUTS[self.layout],
             self.fraction,
             self.chunk_bytes,
@@ -77,6 +78,7 @@ CASES = [
         for fraction, chunk_bytes in ((0.0, 48 * 2**20), (0.3, SMALL_CHUNK), (1.0, SMALL_CHUNK), (1.0, 48 * 2**20))
     ),
     *(Case("dense and experts", forms, 0.3) for forms in FORMS),
+    Case("all overlapped", EIGHT_BIT, 1.0, SMALL_CHUNK),
     Case("dense and experts", "remainders", 1.0, SMALL_CHUNK, window_bytes=60000),
     Case("all overlapped", "fp32", window_bytes="auto"),
     Case("one bucket", "fp32", 0.3, depth=1),
