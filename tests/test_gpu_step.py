@@ -33,12 +33,12 @@ def all_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("forms", FORMS)
-@pytest.mark.parametrize("fraction", [0.0, 1.0])
-def test_skipped_on_the_device_without_a_sync(forms: str, fraction: float) -> None:
+@pytest.mark.parametrize(("fraction", "window_bytes"), [(0.0, 0), (1.0, 0), (1.0, 2**40)])
+def test_skipped_on_the_device_without_a_sync(forms: str, fraction: float, window_bytes: int) -> None:
     """Six steps, the first and the third flagged: the result is that of the other four, and nothing waits."""
     flags = [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     params, clean = make_params(), make_params()
-    config = OffloadConfig(chunk_bytes=MIB, fraction=fraction)
+    config = OffloadConfig(chunk_bytes=MIB, fraction=fraction, window_bytes=window_bytes)
     optimizer = FusedOffloadAdam(params, lr=1e-2, offload=config, **FORMS[forms])
     reference = FusedOffloadAdam(clean, lr=1e-2, offload=config, **FORMS[forms])
     # Compile and allocate outside the check: one step on the same data for both.
@@ -59,6 +59,7 @@ def test_skipped_on_the_device_without_a_sync(forms: str, fraction: float) -> No
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
+            optimizer.prefetch()
             optimizer.step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -211,10 +212,13 @@ def test_threads_and_streams() -> None:
     assert all_equal([t.cpu() for t in alone], [t.cpu() for t in together])
 
 
-def test_state_dict_right_after_step_is_complete() -> None:
+@pytest.mark.parametrize("window_bytes", [0, 2**40])
+def test_state_dict_right_after_step_is_complete(window_bytes: int) -> None:
     params = make_params(((16 * MIB,),) * 4)
-    optimizer = FusedOffloadAdam(params, offload=OffloadConfig(chunk_bytes=24 * MIB), **FORMS["fp32"])
+    config = OffloadConfig(chunk_bytes=24 * MIB, window_bytes=window_bytes)
+    optimizer = FusedOffloadAdam(params, offload=config, **FORMS["fp32"])
     for step in range(20):
+        optimizer.prefetch()
         set_grads(params, step)
         optimizer.step()
         entry = optimizer.state_dict()["state"][3]["exp_avg"]
