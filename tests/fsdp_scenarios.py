@@ -744,7 +744,7 @@ def mixed_precision() -> None:
 
 @scenario
 def steps_in_backward() -> None:
-    for part_bytes in (1, 2000, 10**9):
+    for part_bytes in (1, 2000):
         in_backward.PART_BYTES = part_bytes
         runs = []
         for steps_early in (True, False):
