@@ -121,7 +121,7 @@ class Engine:
             open_: whether they are parts of one step.
         """
         for pipeline in self.pipelines.values():
-            pipeline._write_backs.in_parts(open_)
+            pipeline.in_parts(open_)
 
     def window(self) -> tuple[WindowBlock, ...]:
         """Blocks of state that are on a GPU or on their way there."""

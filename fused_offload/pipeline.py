@@ -163,6 +163,14 @@ class Pipeline:
             self._prefetch_ended = ops.record(ops.h2d, timing=True)
             self._prefetched.append(Span((began,), self._prefetch_ended, nbytes))
 
+    def in_parts(self, open_: bool) -> None:
+        """Says that steps from now on share no state, or that they may again; see `WriteBacks.in_parts`.
+
+        Args:
+            open_: whether they are parts of one step.
+        """
+        self._write_backs.in_parts(open_)
+
     def prefetch_seconds(self) -> float | None:
         """How long the last prefetch took from its first to its last copy, once that is known."""
         began, ended = self._prefetch_began, self._prefetch_ended
