@@ -114,7 +114,12 @@ def test_signature_is_that_of_transformer_engine() -> None:
     by_keyword = [(p.name, p.default) for p in found if p.kind is p.KEYWORD_ONLY]
     assert positional == expected
     assert by_keyword[: len(keyword)] == keyword
-    assert [name for name, _ in by_keyword[len(keyword) :]] == ["numerics", "offload"]
+    assert [name for name, _ in by_keyword[len(keyword) :]] == [
+        "numerics",
+        "stochastic_rounding",
+        "rounding_seed",
+        "offload",
+    ]
     torch_names = list(inspect.signature(torch.optim.AdamW).parameters)[:6]
     assert [name for name, _ in positional] == torch_names
 
