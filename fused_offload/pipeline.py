@@ -38,10 +38,10 @@ steady step without a window allocates nothing.
 [Note: grads are inputs] The kernel never writes a gradient.
 
 [Note: replay] With ``OffloadConfig.graph`` the second step of a kind is captured instead of enqueued, and replayed from
-then on. What changes from step to step is read from device memory: addresses from the table, learning rates and bias
-corrections from beside it, a gradient scaler's signals from cells of our own. All else is part of a capture's key. The
-first step of a kind is enqueued as ever, since no kernel can be loaded in a capture. The caller's stream waits for both
-copy streams before a replay, and they for it behind.
+then on. What changes from step to step is read from device memory: addresses from the table, learning rates, step
+numbers and bias corrections from beside it, a gradient scaler's signals from cells of our own. All else is part of a
+capture's key. The first step of a kind is enqueued as ever, since no kernel can be loaded in a capture. The caller's
+stream waits for both copy streams before a replay, and they for it behind.
 
 [Note: all or nothing] Whatever can fail (checks, the ring, the table's memory, compilation) happens in
 `Pipeline.prepare`, before the first launch; captures are made there, too.
@@ -65,7 +65,7 @@ from .kernels.adam import AmpSignals, LaunchKind
 from .kernels.reference import AdamScalars, AdamState
 from .planner import ChunkKind, StepPlan
 from .queues import CudaOps, DeviceQueues
-from .replay import Cells, check_rounding, launch_key, with_lr_in, with_lr_rows
+from .replay import Cells, launch_key, with_lr_in, with_lr_rows
 from .schedule import (
     Event,
     LoadedBlock,
@@ -248,8 +248,6 @@ class Pipeline:
         ops = CudaOps(self.queues)
         if self._computed is not None:  # the table of the previous step may still be read, on another current stream
             ops.wait(ops.compute, self._computed)
-        if self._config.graph:
-            check_rounding(device_plan.kinds)
         is_replayable = self._config.graph and device_plan.is_replayable
         if is_replayable:
             corrections = with_lr_rows(corrections, scalars, MAX_PENDING + 1)
@@ -357,7 +355,7 @@ class Pipeline:
         lr_dtype = scalars.lr.dtype if isinstance(scalars.lr, torch.Tensor) else None
         forms = tuple(stored.form if stored is not None else None for stored in state[:3])
         key = (
-            (forms, state.init_moments, state.init_master, scalars.adam_w_mode, lr_dtype, kind),
+            (forms, state.init_moments, state.init_master, scalars.adam_w_mode, lr_dtype, type(scalars.step), kind),
             (signals.grad_scale is None, signals.found_inf is None),
         )
         if key not in self._compiled:

@@ -309,6 +309,7 @@ def _adam_kernel(
     master_scale_ptr,  # [numel / 128] float32 or None, updated in place
     rounding_seed,  # [0, 2^31)
     rounding_step,  # number of the step if none was skipped since skips_before; only read with STOCHASTIC
+    rounding_step_ptr,  # [1] float32 or None; replaces rounding_step
     lr,
     lr_ptr,  # [1] any float dtype or None; replaces lr
     beta1,
@@ -347,6 +348,8 @@ def _adam_kernel(
     pid = tl.program_id(0)
     if lr_ptr is not None:
         lr = tl.load(lr_ptr).to(tl.float32)
+    if rounding_step_ptr is not None:
+        rounding_step = tl.load(rounding_step_ptr).to(tl.int32)
     grad_scale = 1.0
     if SCALED_GRAD:
         grad_scale = tl.load(grad_scale_ptr).to(tl.float32)
@@ -442,6 +445,7 @@ def _arguments(
 ) -> dict[str, Any]:
     master = state.master_param
     lr_on_device = isinstance(scalars.lr, torch.Tensor)
+    step_on_device = isinstance(scalars.step, torch.Tensor)
     return {
         "table_ptr": table,
         "rows": rows,
@@ -453,7 +457,8 @@ def _arguments(
         "master_ptr": None if master is None else master.data,
         "master_scale_ptr": None if master is None else master.scale,
         "rounding_seed": scalars.rounding_seed,
-        "rounding_step": scalars.step,
+        "rounding_step": 0 if step_on_device else scalars.step,
+        "rounding_step_ptr": scalars.step if step_on_device else None,
         "lr": 0.0 if lr_on_device else scalars.lr,
         "lr_ptr": scalars.lr if lr_on_device else None,
         "beta1": scalars.beta1,

@@ -13,7 +13,6 @@ from fused_offload import FusedOffloadAdam, OffloadConfig
 pytestmark = pytest.mark.gpu
 
 MIB = 2**20
-REPLAYABLE = [name for name, options in FORMS.items() if not options.get("stochastic_rounding")]
 CONFIGS = [
     OffloadConfig(graph=True, chunk_bytes=5 * MIB + 77, depth=2),
     OffloadConfig(graph=True, chunk_bytes=8 * MIB, fraction=0.5),
@@ -64,7 +63,7 @@ def train(forms: str, config: OffloadConfig, *, scaled: bool, lr_on_gpu: bool = 
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("config", CONFIGS, ids=["copy", "half", "zero_copy"])
-@pytest.mark.parametrize("forms", REPLAYABLE)
+@pytest.mark.parametrize("forms", FORMS)
 def test_replays_are_steps(forms: str, config: OffloadConfig, scaled: bool) -> None:
     expected, _ = train(forms, OffloadConfig(fraction=0.0), scaled=scaled)
     result, replayed = train(forms, config, scaled=scaled)
