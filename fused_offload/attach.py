@@ -43,6 +43,28 @@ class Prefetching(Protocol):
         """GPU bytes of state that is on the GPU or on its way there."""
 
 
+def check_attachment(models: Sequence[Any], microbatches: Any) -> None:
+    """Refuses what `FusedOffloadAdam.attach` cannot take, before anything is changed.
+
+    Args:
+        models: should be modules, at least one.
+        microbatches: should be a positive integer or None.
+
+    Raises:
+        TypeError: for models that are none.
+        ValueError: without a model, and for microbatches below 1.
+    """
+    if not models:
+        raise ValueError("attach() needs the model: the module that the training loop calls for every microbatch")
+    for model in models:
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"attach() takes modules, one by one, but got {type(model).__name__}")
+    if microbatches is not None and (
+        isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
+    ):
+        raise ValueError(f"Invalid microbatches: {microbatches!r}, it should be an integer of at least 1 or None")
+
+
 class Attachment:
     """Watches a model's microbatches, and prefetches so that the copies end when backward does.
 
@@ -73,10 +95,6 @@ class Attachment:
             microbatches: how often they are called before each step, or None to go by the step before.
             window_bytes: as in OffloadConfig.
         """
-        if microbatches is not None and (
-            isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1
-        ):
-            raise ValueError(f"Invalid microbatches: {microbatches!r}, it should be an integer of at least 1 or None")
         self.budget_bytes: int | None = 0 if window_bytes == "auto" else None
         self._optimizer_ref = weakref.ref(optimizer)
         self._given = microbatches is not None
@@ -89,11 +107,10 @@ class Attachment:
         self._room = WindowRoom()
         self._warned = False
         self._handles = [optimizer.register_step_post_hook(self._stepped)]
-        self._handles += [model.register_forward_pre_hook(self._forward_begins) for model in models]
+        begins, is_ready = _Hook(self._forward_begins), _Hook(self._grad_is_ready)
+        self._handles += [model.register_forward_pre_hook(begins) for model in models]
         if window_bytes == "auto":
-            self._handles += [
-                param.register_post_accumulate_grad_hook(self._grad_is_ready) for param in _occasions(models)
-            ]
+            self._handles += [param.register_post_accumulate_grad_hook(is_ready) for param in _occasions(models)]
 
     def detach(self) -> None:
         """Removes the hooks. The optimizer streams within its steps again."""
@@ -144,9 +161,9 @@ class Attachment:
         optimizer = self._optimizer
         if optimizer is None:
             return
-        if self._steps == 1:  # the first iteration after there is state, and still without a window
+        if self._steps >= 1 and not optimizer.window_bytes():  # there is state, and so far the iteration has no window
             self._peak_bytes = max(self._peak_bytes, optimizer.allocated_bytes())
-        elif self._steps > 1 and self._seen >= self._microbatches:
+        if self._steps > 1 and self._seen >= self._microbatches:
             room = self._peak_bytes - optimizer.allocated_bytes()
             self.budget_bytes = min(room, self._room.limit_bytes - optimizer.window_bytes())
             optimizer.prefetch()
@@ -166,6 +183,30 @@ class Attachment:
         self._steps += 1
         if self.budget_bytes is not None and self._optimizer is not None:
             self._room.stepped(self._optimizer.allocation_retries())
+
+
+class _Hook:
+    """Calls a method of an attachment as long as that exists. In copies of a model, pickled or not, it does nothing."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    @torch._disable_dynamo  # copies, events and clocks are nothing to compile
+    def __call__(self, *args: Any) -> None:
+        method = self._method()
+        if method is not None:
+            method(*args)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _hook_of_a_copy, ()
+
+
+def _hook_of_a_copy() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    """What a copy of a model calls."""
 
 
 class WindowRoom:

@@ -15,7 +15,7 @@ from .config import OffloadConfig
 from .cpu_loop import run_chunk
 from .kernels.reference import AdamScalars, bias_correction
 from .planner import StepPlan, extent_of
-from .step_report import StepReport, combined
+from .step_report import StepReport, combined, report_of
 from .storage import Layout
 from .updates import Updates
 from .window import WindowBlock
@@ -37,6 +37,10 @@ class Engine:
         """Takes no memory yet."""
         self._config = config
         self.pipelines: dict[torch.device, Pipeline] = {}
+        self._steps = 0
+        self._in_parts = self._step_is_open = False
+        self._reported = 0
+        self._report: StepReport | None = None
 
     def run(
         self,
@@ -78,9 +82,12 @@ class Engine:
                     )
                 prepared.append((pipeline, step))
             launching()
+            if not self._step_is_open:
+                self._steps += 1
+            self._step_is_open = self._in_parts
             for pipeline, step in prepared:
                 with torch.cuda.device(pipeline.queues.device), record_function("FusedOffloadAdam::stream"):
-                    pipeline.run(step)
+                    pipeline.run(step, self._steps)
                 # The next step, or the next part of this one, begins with the slot that was free first.
                 pipeline.queues.ring.rotate(sum(transfer is not None for transfer in step.plan.transfers))
         cpu_chunks = plan.chunks_of(_CPU)
@@ -120,6 +127,9 @@ class Engine:
         Args:
             open_: whether they are parts of one step.
         """
+        self._in_parts = open_
+        if not open_:
+            self._step_is_open = False
         for pipeline in self.pipelines.values():
             pipeline.in_parts(open_)
 
@@ -161,8 +171,17 @@ class Engine:
 
     def last_step_report(self) -> StepReport | None:
         """The last step that all devices are through with, or None."""
-        marks = [(device, pipeline.log.last()) for device, pipeline in self.pipelines.items()]
-        return combined([step.report(_link_gbps(device)) for device, step in marks if step is not None])
+        logs = {device: pipeline.log for device, pipeline in self.pipelines.items()}
+        numbers = {number for log in logs.values() for number in log.numbers() if number > self._reported}
+        if self._step_is_open:
+            numbers.discard(self._steps)  # more parts follow
+        for number in sorted(numbers, reverse=True):
+            steps = {device: log.parts(number) for device, log in logs.items() if log.parts(number)}
+            if all(part.has_ended for parts in steps.values() for part in parts):
+                self._report = combined([report_of(parts, _link_gbps(device)) for device, parts in steps.items()])
+                self._reported = number
+                break
+        return self._report
 
     def cancel_prefetch(self) -> None:
         """Drops what was prefetched."""

@@ -20,7 +20,7 @@ from .arguments import (
     moment_forms,
     refuse_unknown,
 )
-from .attach import Attachment
+from .attach import Attachment, check_attachment
 from .config import OffloadConfig
 from .dcp_calls import is_dummy_step, wanted_state_dict
 from .dtensors import is_offloaded_by_fsdp
@@ -563,10 +563,23 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         Call it any time after the last step, best when activations are about to be freed: early enough before the next
         step that the copies fit beside the rest of backward. Nothing waits. State of a parameter without gradient, a
         step that is skipped and whoever reads ``state`` lose nothing but the time: the host keeps what it had.
-        Before there is state, and for parameters on the CPU, it does nothing.
+        Before there is state, for parameters on the CPU, and while a CUDA graph is being captured, whose replays
+        would not call it, it does nothing.
+
+        Between this and the step, writes to a view that ``state`` gave out earlier are noticed by the version that
+        torch counts, which ``view.data`` and ``view.numpy()`` do not: call `cancel_prefetch` before writing there.
+
+        Raises:
+            RuntimeError: with ``window_bytes="auto"`` and no attached model, of which it would learn.
         """
         self._check_usable()
         window = self.offload.window_bytes
+        if window == "auto" and self._attachment is None:
+            raise RuntimeError(
+                "OffloadConfig(window_bytes='auto') learns from a model: call attach(model), or give a number of bytes"
+            )
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
         if self._attachment is not None and self._attachment.budget_bytes is not None:
             self._stepper.prefetch_more(self._attachment.budget_bytes)
         elif window != "auto":
@@ -583,9 +596,11 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             What removes the hooks again (``detach()``). Attaching another model detaches the one before.
 
         Raises:
-            ValueError: for microbatches below 1.
+            TypeError: for models that are none.
+            ValueError: without a model, and for microbatches below 1.
         """
         self._check_usable()
+        check_attachment(models, microbatches)
         if self._attachment is not None:
             self._attachment.detach()
         self._attachment = Attachment(

@@ -125,6 +125,7 @@ class Pipeline:
         self._window: dict[WindowBlock, LoadedBlock] = {}
         self._write_backs = WriteBacks()
         self._computed: torch.cuda.Event | None = None
+        self._is_enqueueing = False
         self._warned_small_window = False
         self._prefetched: list[Span] = []
         self._prefetch_began: torch.cuda.Event | None = None
@@ -401,20 +402,28 @@ class Pipeline:
                 step.launch(index, 0)
         return written_back, copies_ended
 
-    def run(self, step: PreparedStep) -> None:
-        """Enqueues a prepared step."""
+    def run(self, step: PreparedStep, number: int) -> None:
+        """Enqueues a prepared step.
+
+        Args:
+            step: the step, or a part of one.
+            number: of the step, for its report.
+        """
+        self._is_enqueueing = True  # and stays so if this raises: there are copies then that no event stands for
         if step.graph is not None:
-            self._replay(step, step.graph)
+            marks = self._replay(step, step.graph)
         else:
-            self._run(step)
+            marks = self._run(step)
+        self.log.add(number, marks)
         if step.found_inf is not None:
             ops = CudaOps(self.queues)
             self.skips.count(step.found_inf, lambda: ops.record(ops.compute))
             self._computed = ops.record(ops.compute)
         # The kernel writes through raw addresses; autograd must still notice that saved parameters changed.
         torch.autograd.graph.increment_version(step.params)
+        self._is_enqueueing = False
 
-    def _replay(self, step: PreparedStep, graph: torch.cuda.CUDAGraph) -> None:
+    def _replay(self, step: PreparedStep, graph: torch.cuda.CUDAGraph) -> StepMarks:
         """Replays a captured step, see [Note: replay]."""
         ops = CudaOps(self.queues)
         for stream in (ops.h2d, ops.d2h):
@@ -430,9 +439,9 @@ class Pipeline:
         moved = (step.plan.copied, step.plan.mapped)
         to_device = tuple(Span((began,), computed, part.to_device) for part in moved)
         to_host = tuple(Span((began,), computed, part.to_host) for part in moved)
-        self.log.add(StepMarks(began, computed, (), to_device, to_host, 0))
+        return StepMarks(began, computed, (), to_device, to_host, 0)
 
-    def _run(self, step: PreparedStep) -> None:
+    def _run(self, step: PreparedStep) -> StepMarks:
         plan = step.plan
         ops = CudaOps(self.queues)
         window = [self._window_chunk(step, index, ops) for index in plan.window_copies]
@@ -450,8 +459,9 @@ class Pipeline:
             Span((began,), computed, plan.mapped.to_host),
             *self._write_back(written_back, window, ops, computed),
         )
-        self.log.add(StepMarks(began, computed, tuple(self._prefetched), (copied, mapped), to_host, window_bytes))
+        marks = StepMarks(began, computed, tuple(self._prefetched), (copied, mapped), to_host, window_bytes)
         self._prefetched.clear()
+        return marks
 
     def _window_chunk(self, step: PreparedStep, index: int, ops: CudaOps) -> WindowChunk:
         block = step.plan.kinds[index].block
@@ -499,6 +509,9 @@ class Pipeline:
     def wait(self) -> None:
         """Drops the window, and waits on the host until all state of this optimizer is written back."""
         self.cancel_prefetch()
+        if self._is_enqueueing:  # a step failed half-way
+            torch.cuda.synchronize(self.queues.device)
+            self._is_enqueueing = False
         if self._write_backs.last is not None:
             self._write_backs.last.synchronize()  # [Note: host readers synchronise]
         if self._computed is not None:

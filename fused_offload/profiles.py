@@ -173,6 +173,11 @@ def load(path: Path) -> Profile:
 
 
 def _check(profile: Profile) -> None:
+    key = profile.key
+    if not isinstance(key.versions, dict):
+        raise ValueError("its versions are not given by name")
+    if not all(isinstance(text, str) for text in (key.gpu, key.link, key.host, *key.versions.values())):
+        raise ValueError("its key is not made of texts")
     if not profile.duplex_gbps > 0:
         raise ValueError("duplex_gbps is not above 0")
     if not profile.choices or len(profile.timings) != 3:

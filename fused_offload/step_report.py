@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_STEPS_KEPT = 4  # more than a training loop runs ahead of its GPU
+_STEPS_KEPT = 8  # more than a training loop runs ahead of its GPU
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,49 +93,57 @@ class StepMarks(NamedTuple):
         """Whether the device is through with all of it."""
         return bool(self.computed.query()) and all(span.ended.query() for span in (*self.to_device, *self.to_host))
 
-    def report(self, link_gbps: float | None) -> StepReport:
-        """Reads the events, which must have happened.
 
-        Args:
-            link_gbps: speed of plain copies each way, both ways at once, or None if unknown.
-        """
-        arriving = (*self.prefetched, *self.to_device)
-        to_device, to_host = _bytes(arriving), _bytes(self.to_host)
-        speeds = [_gbps(arriving), _gbps(self.to_host)]
-        known = [speed for speed in speeds if speed is not None]
-        return StepReport(
-            exposed_ms=self.began.elapsed_time(self.computed),
-            bytes_to_device=to_device,
-            bytes_to_host=to_host,
-            to_device_gbps=speeds[0],
-            to_host_gbps=speeds[1],
-            window_bytes=self.window_bytes,
-            prefetched_share=_bytes(self.prefetched) / to_device if to_device else 0.0,
-            link_share=max(known) / link_gbps if known and link_gbps else None,
-        )
+def report_of(parts: Sequence[StepMarks], link_gbps: float | None) -> StepReport:
+    """Reads the events of a step on one device, which must have happened.
+
+    Args:
+        parts: the step, or what it was enqueued in, one part after the other.
+        link_gbps: speed of plain copies each way, both ways at once, or None if unknown.
+    """
+    prefetched = [span for part in parts for span in part.prefetched]
+    arriving = prefetched + [span for part in parts for span in part.to_device]
+    leaving = [span for part in parts for span in part.to_host]
+    to_device = _bytes(arriving)
+    speeds = [_gbps(arriving), _gbps(leaving)]
+    known = [speed for speed in speeds if speed is not None]
+    return StepReport(
+        exposed_ms=sum(part.began.elapsed_time(part.computed) for part in parts),
+        bytes_to_device=to_device,
+        bytes_to_host=_bytes(leaving),
+        to_device_gbps=speeds[0],
+        to_host_gbps=speeds[1],
+        window_bytes=max(part.window_bytes for part in parts),
+        prefetched_share=_bytes(prefetched) / to_device if to_device else 0.0,
+        link_share=max(known) / link_gbps if known and link_gbps else None,
+    )
 
 
 class StepLog:
-    """The steps of one device that have not ended, and the last one that has. Never waits for the device."""
+    """The last steps of one device, by their number. Never waits for the device."""
 
     def __init__(self) -> None:
         """No step yet."""
-        self._pending: deque[StepMarks] = deque(maxlen=_STEPS_KEPT)
-        self._ended: StepMarks | None = None
+        self._steps: dict[int, list[StepMarks]] = {}
 
-    def add(self, marks: StepMarks) -> None:
-        """Takes down a step that was just enqueued."""
-        self._catch_up()
-        self._pending.append(marks)
+    def add(self, number: int, marks: StepMarks) -> None:
+        """Takes down a step, or a part of one, that was just enqueued.
 
-    def last(self) -> StepMarks | None:
-        """The last step that the device is through with, or None."""
-        self._catch_up()
-        return self._ended
+        Args:
+            number: of the step; parts of one step have the same, later steps greater ones.
+            marks: its events.
+        """
+        self._steps.setdefault(number, []).append(marks)
+        if len(self._steps) > _STEPS_KEPT:
+            del self._steps[min(self._steps)]
 
-    def _catch_up(self) -> None:
-        while self._pending and self._pending[0].has_ended:
-            self._ended = self._pending.popleft()
+    def numbers(self) -> set[int]:
+        """Steps that are known."""
+        return set(self._steps)
+
+    def parts(self, number: int) -> list[StepMarks]:
+        """A step, in the order of its parts; empty if this device had no part in it."""
+        return self._steps.get(number, [])
 
 
 def combined(reports: Sequence[StepReport]) -> StepReport | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
 import warnings
 import weakref
 from typing import Any
@@ -150,8 +152,10 @@ def test_auto_grows_into_what_activations_gave_back(monkeypatch: pytest.MonkeyPa
     events = loop.iteration(2)
     assert [event for event in events if event != "forward"] == ["prefetch 600"] * 4 + ["step"]
     assert events[:2] == ["forward", "forward"]  # in the last microbatch only
-    loop.optimizer.allocated = 1200
-    assert "prefetch -200" in loop.iteration(2)  # which loads nothing
+    loop.optimizer.allocated = 1200  # a longer batch than the one it learned from
+    assert "prefetch 0" in loop.iteration(2)
+    loop.optimizer.allocated = 700
+    assert "prefetch 500" in loop.iteration(2)
 
 
 def test_auto_shrinks_where_the_allocator_had_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,8 +232,54 @@ def test_a_closed_optimizer_leaves_the_model_alone() -> None:
 @pytest.mark.parametrize("microbatches", [0, -1, True, 1.5, "2"])
 def test_microbatches_are_checked(microbatches: Any) -> None:
     model = torch.nn.Linear(2, 2)
+    optimizer = FusedOffloadAdam(model.parameters())
+    attachment = optimizer.attach(model)
     with pytest.raises(ValueError, match="microbatches"):
-        FusedOffloadAdam(model.parameters()).attach(model, microbatches=microbatches)
+        optimizer.attach(model, microbatches=microbatches)
+    assert attachment.is_active
+
+
+def test_what_is_no_model_is_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = FusedOffloadAdam(model.parameters())
+    attachment = optimizer.attach(model)
+    with pytest.raises(ValueError, match="needs the model"):
+        optimizer.attach()
+    with pytest.raises(TypeError, match="list"):
+        optimizer.attach([model])  # type: ignore[arg-type]
+    assert attachment.is_active
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+
+
+def test_auto_without_a_model_to_learn_from_says_so() -> None:
+    optimizer = FusedOffloadAdam(torch.nn.Linear(2, 2).parameters(), offload=OffloadConfig(window_bytes="auto"))
+    with pytest.raises(RuntimeError, match="attach"):
+        optimizer.prefetch()
+
+
+@pytest.mark.parametrize("copied", ["deepcopy", "saved"])
+def test_a_copy_of_an_attached_model_is_attached_to_nothing(copied: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch)
+    loop.iteration(1)
+    if copied == "deepcopy":
+        other = copy.deepcopy(loop.model)
+    else:
+        file = io.BytesIO()
+        torch.save(loop.model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    loop.optimizer.events.clear()
+    other(torch.ones(1, 4)).sum().backward()
+    assert loop.optimizer.events == []
+    assert "prefetch" in loop.iteration(1)
+
+
+def test_a_compiled_model_does_not_look_into_the_hook(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = Loop(monkeypatch)
+    loop.model.compile(backend="eager")
+    for _ in range(2):
+        events = loop.iteration(1)
+    assert events == ["prefetch", "forward", "step"]
 
 
 @pytest.mark.parametrize("window", [0, 2**20, "auto"])

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from gpu_training import FORMS, make_params, set_grads
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.kernels import adam
 
 pytestmark = pytest.mark.gpu
 
@@ -226,6 +228,34 @@ def test_state_dict_right_after_step_is_complete(window_bytes: int) -> None:
         torch.cuda.synchronize()
         assert torch.equal(early, entry)
     optimizer.close()
+
+
+def test_copies_of_a_failed_step_do_not_reach_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = make_params(((16 * MIB,),))
+    optimizer = FusedOffloadAdam(params, offload=OffloadConfig(chunk_bytes=24 * MIB), **FORMS["fp32"])
+    set_grads(params, 0)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    saved["state"] = {0: {key: value.clone() for key, value in saved["state"][0].items()}}
+    launch, launches = adam.adam_step_, []
+
+    def fail_at_the_fifth(*args: Any) -> None:
+        launches.append(args)
+        if len(launches) == 5:
+            raise RuntimeError("no launch")
+        launch(*args)
+
+    set_grads(params, 1)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)  # so that kernels and write-backs are still to come when the state is loaded
+    with monkeypatch.context() as patched:
+        patched.setattr(adam, "adam_step_", fail_at_the_fifth)
+        with pytest.raises(RuntimeError, match="no launch"):
+            optimizer.step()
+    optimizer.load_state_dict(saved)
+    torch.cuda.synchronize()
+    for key, value in saved["state"][0].items():
+        assert torch.equal(optimizer.state[params[0]][key], value)
 
 
 def test_autograd_notices_the_update() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -464,3 +465,21 @@ def test_a_cgroup_limit_reaches_the_optimizer(device: torch.device, cgroups: Pat
     with pytest.raises(RuntimeError, match=r"needs 0\.004 GB .* only 0\.001 GB are left \(limited by the cgroup\)"):
         step(FusedOffloadAdam(params), params)
     assert slabs.sizes == []
+
+
+def test_what_only_garbage_holds_is_collected_before_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Cycle:
+        def __init__(self) -> None:
+            self.itself = self
+
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        garbage = weakref.ref(Cycle())
+        monkeypatch.setattr(hostmem, "available_host_bytes", lambda: (100 if garbage() is None else 10, "machine"))
+        hostmem.check_host_bytes(50)
+        with pytest.raises(RuntimeError, match="host memory"):
+            hostmem.check_host_bytes(500)
+    finally:
+        if was_enabled:
+            gc.enable()

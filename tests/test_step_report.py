@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from fused_offload import FusedOffloadAdam
-from fused_offload.step_report import Span, StepLog, StepMarks, combined
+from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.engine import Engine
+from fused_offload.step_report import Span, StepLog, StepMarks, combined, report_of
 
 
 class At:
@@ -46,7 +47,7 @@ def marks(**changed: Any) -> StepMarks:
 
 
 def test_bytes_speeds_and_shares() -> None:
-    report = marks().report(link_gbps=10.0)
+    report = report_of([marks()], 10.0)
     assert report.exposed_ms == 10
     assert (report.bytes_to_device, report.bytes_to_host) == (30_000_000, 30_000_000)
     assert report.to_device_gbps == pytest.approx(30 / 5)  # copies wait for the later of the events before them
@@ -61,33 +62,70 @@ def test_bytes_speeds_and_shares() -> None:
 
 
 def test_nothing_moved() -> None:
-    report = marks(prefetched=(), to_device=(span(100, 100, 0),), to_host=(), window_bytes=0).report(10.0)
+    step = marks(prefetched=(), to_device=(span(100, 100, 0),), to_host=(), window_bytes=0)
+    report = report_of([step], 10.0)
     assert (report.to_device_gbps, report.to_host_gbps, report.link_share) == (None, None, None)
     assert report.prefetched_share == 0
     assert str(report) == "10.0 ms exposed, 0.000 GB in, 0.000 GB out, 0% prefetched, window 0.000 GB"
 
 
-def test_the_last_step_that_has_ended_is_reported_without_waiting() -> None:
-    log = StepLog()
-    assert log.last() is None
-    computed, written = At(110, happened=False), At(120, happened=False)
-    first, second = marks(computed=computed), marks(to_host=(Span((At(100),), written, 1),))
-    log.add(first)
-    log.add(second)
-    assert log.last() is None
-    computed.happened = True
-    assert log.last() is first  # the write-back of the second is under way
-    written.happened = True
-    assert log.last() is second
-    unfinished = [marks(computed=At(0, happened=False)) for _ in range(100)]
-    for step in unfinished:
-        log.add(step)
-    assert log.last() is second  # and the unfinished ones take no more and more memory
-    assert len(log._pending) < 10
+def test_parts_of_a_step_add_up() -> None:
+    part, other = marks(), marks(began=At(200), computed=At(205), prefetched=(), window_bytes=0)
+    report = report_of([part, other], None)
+    assert report.exposed_ms == 15
+    assert (report.bytes_to_device, report.bytes_to_host) == (50_000_000, 60_000_000)
+    assert report.to_device_gbps == pytest.approx(50 / 9)
+    assert report.prefetched_share == pytest.approx(10 / 50)
+    assert report.window_bytes == 11_000_000
+
+
+class FakePipeline:
+    def __init__(self) -> None:
+        self.log = StepLog()
+
+    def in_parts(self, open_: bool) -> None:
+        pass
+
+
+def exposed(engine: Engine) -> float | None:
+    report = engine.last_step_report()
+    return None if report is None else report.exposed_ms
+
+
+def test_the_newest_step_that_all_its_devices_are_through_with() -> None:
+    engine, one, other = Engine(OffloadConfig()), FakePipeline(), FakePipeline()
+    engine.pipelines = {torch.device("cuda", 0): one, torch.device("cuda", 1): other}  # type: ignore[dict-item]
+    assert exposed(engine) is None
+    slow = At(150, happened=False)
+    one.log.add(1, marks(computed=At(101)))
+    other.log.add(1, marks(computed=At(102)))
+    one.log.add(2, marks(computed=At(103)))
+    other.log.add(2, marks(computed=At(104), to_host=(Span((At(100),), slow, 1),)))
+    assert exposed(engine) == 2  # the write-back of the second is under way on one of them
+    slow.happened = True
+    assert exposed(engine) == 4
+    one.log.add(3, marks(computed=At(105)))  # the other had no gradients
+    assert exposed(engine) == 5
+    for number in range(4, 100):
+        one.log.add(number, marks(computed=At(0, happened=False)))
+    assert exposed(engine) == 5  # and steps that have not ended take no more and more memory
+    assert len(one.log.numbers()) < 10
+
+
+def test_a_step_in_parts_is_reported_when_its_last_part_is_there() -> None:
+    engine, pipeline = Engine(OffloadConfig()), FakePipeline()
+    engine.pipelines = {torch.device("cuda", 0): pipeline}  # type: ignore[dict-item]
+    engine.in_parts(True)
+    engine._steps, engine._step_is_open = 1, True
+    pipeline.log.add(1, marks())
+    assert exposed(engine) is None
+    pipeline.log.add(1, marks())
+    engine.in_parts(False)
+    assert exposed(engine) == 20
 
 
 def test_several_devices_work_at_the_same_time() -> None:
-    one, other = marks().report(10.0), marks(computed=At(130), prefetched=()).report(20.0)
+    one, other = report_of([marks()], 10.0), report_of([marks(computed=At(130), prefetched=())], 20.0)
     both = combined([one, other])
     assert both is not None
     assert both.exposed_ms == 30

@@ -171,6 +171,8 @@ def test_a_profile_of_another_machine_is_ignored(tmp_path: Path, field: str) -> 
     [
         (lambda record: record.update(format=99), "format 99"),
         (lambda record: record.update(duplex_gbps=0), "duplex_gbps"),
+        (lambda record: record["key"].update(versions="2.11"), "versions"),
+        (lambda record: record["key"].update(gpu=8), "texts"),
         (lambda record: record.pop("choices"), "choices"),
         (lambda record: record["choices"].clear(), "lacks choices"),
         (lambda record: record["choices"][0].update(depth=0), "whole numbers"),

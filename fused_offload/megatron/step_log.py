@@ -46,6 +46,8 @@ def log_steps(inners: Sequence[MegatronAdam], interval: int) -> None:
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     for index, inner in enumerate(inners):
+        if any(isinstance(hook, _Printer) for hook in inner._optimizer_step_post_hooks.values()):
+            continue  # of another chain that it is part of
         name = f"optimizer {index + 1} of {len(inners)}, " if len(inners) > 1 else ""
         inner.register_step_post_hook(_Printer(name, interval))
 

@@ -60,7 +60,7 @@ def _check(options: argparse.Namespace) -> None:
     if importlib.util.find_spec("triton") is None:
         raise ValueError("the GPU's kernels need Triton: pip install triton")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install 'fused-offload[plot]'")
+        raise ValueError("--plot needs matplotlib: pip install matplotlib")
     if options.plot is not None and not options.plot.absolute().parent.is_dir():
         raise ValueError(f"--plot {options.plot}: there is no folder {options.plot.absolute().parent}")
     if not options.no_save:
