@@ -217,7 +217,7 @@ def draw_loop(axis: Any, results: Results) -> None:
 _PICTURES = {
     "step": (draw_steps, lambda results: all(f"step/{form}/copies-only" in results.rows for form in _FORMS)),
     "peers": (draw_peers, lambda results: any(name.startswith("peers/torch-fused-cpu") for name in results.rows)),
-    "loop": (draw_loop, lambda results: bool(results.loop)),
+    "loop": (draw_loop, lambda results: "window-6B-8" in results.loop),
 }
 
 
