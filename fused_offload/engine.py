@@ -103,15 +103,15 @@ class Engine:
             self.pipelines[device] = Pipeline(device, self._config)
         return self.pipelines[device]
 
-    def reserve(self, extents: Mapping[Layout, int]) -> None:
+    def reserve(self, extents: Sequence[tuple[Layout, int]]) -> None:
         """Takes the staging for state that streams; see `Pipeline.reserve`.
 
         Args:
-            extents: layout and elements of the state.
+            extents: layout and elements of each extent.
         """
-        streamed = {layout: numel for layout, numel in extents.items() if not layout.resident and layout.device != _CPU}
-        for device in sorted({layout.device for layout in streamed}, key=str):
-            self._pipeline(device).reserve({layout: n for layout, n in streamed.items() if layout.device == device})
+        streamed = [(layout, n) for layout, n in extents if not layout.resident and layout.device != _CPU]
+        for device in sorted({layout.device for layout, _ in streamed}, key=str):
+            self._pipeline(device).reserve([(layout, n) for layout, n in streamed if layout.device == device])
 
     def compute_queue(self, device: torch.device) -> Hashable:
         """The queue of a device in which a step would run its kernels now."""

@@ -203,16 +203,16 @@ class Pipeline:
         with self.queues.ring.lock, torch.cuda.device(self.queues.device):
             yield
 
-    def reserve(self, extents: Mapping[Layout, int]) -> None:
+    def reserve(self, extents: Sequence[tuple[Layout, int]]) -> None:
         """Takes the ring that steps are going to need.
 
         Args:
-            extents: layout and elements of the state that streams.
+            extents: layout and elements of each extent that streams.
 
         Raises:
             RuntimeError: if the GPU has too little memory; see `StagingRing.grow`.
         """
-        need = ring_need(self._config, extents.items())
+        need = ring_need(self._config, extents)
         if need is not None:
             with self.locked():
                 self.queues.require(self, need)

@@ -75,17 +75,15 @@ class StateStore:
         found |= {id(place.extent): place.extent for place in self._reserved.values()}
         return list(found.values())
 
-    def planned(self, known: Sequence[torch.Tensor]) -> dict[Layout, int]:
-        """Elements of the largest extent of each layout, once all known parameters have their storage.
+    def planned(self, known: Sequence[torch.Tensor]) -> list[tuple[Layout, int]]:
+        """Layout and elements of every extent, once all known parameters have their storage.
 
         Args:
             known: all parameters that will need storage, in group order.
         """
         waiting = [param for param in known if _numel(param) and not self._is_bound(param)]
-        numels = _numels(waiting, self._layouts(waiting, known))
-        for extent in self.extents():
-            numels[extent.layout] = max(numels.get(extent.layout, 0), extent.numel)
-        return numels
+        there = [(extent.layout, extent.numel) for extent in self.extents()]
+        return there + list(_numels(waiting, self._layouts(waiting, known)).items())
 
     def ensure(self, wanted: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
         """Gives every wanted parameter its storage.

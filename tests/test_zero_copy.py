@@ -110,6 +110,22 @@ def test_extents_may_differ_in_transport(monkeypatch: pytest.MonkeyPatch) -> Non
     assert_same_snapshot(snapshot(mixed), snapshot(step_both(OffloadConfig(fraction=0.0))))
 
 
+def test_staging_is_reserved_for_the_extents_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def by_size(config: OffloadConfig, device: torch.device, state_bytes: int) -> Streaming:
+        return Streaming(programs=1) if state_bytes > 10_000 else Streaming(chunk_bytes=1024, depth=2)
+
+    monkeypatch.setattr("fused_offload.planner.streaming_of", by_size)
+    large, small = (torch.nn.Parameter(torch.ones(numel)) for numel in (4000, 300))
+    optimizer = FusedOffloadAdam([large])
+    large.grad, small.grad = torch.ones_like(large), torch.ones_like(small)
+    optimizer.step()
+    optimizer.add_param_group({"params": [small]})  # an extent of the same layout
+    optimizer.reserve_gpu_memory()
+    reserved = optimizer.memory_report().ring_bytes
+    optimizer.step()
+    assert reserved == optimizer.memory_report().ring_bytes > 0
+
+
 CPU = torch.device("cpu")
 
 
