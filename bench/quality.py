@@ -115,13 +115,9 @@ def read_text(size: Size) -> Text:
 class Model(Gpt):
     """The GPT, with its loss in float32: bfloat16 does not resolve what is looked for."""
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[batch, length + 1]`` tokens to the mean loss."""
-        x = self.tokens(tokens[:, :-1]) + self.places.weight
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x)).float()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """As of `Gpt`, in float32."""
+        return super().logits(tokens).float()
 
 
 def windows(tokens: torch.Tensor, starts: torch.Tensor, size: Size, device: torch.device) -> torch.Tensor:

@@ -69,13 +69,16 @@ class Gpt(nn.Module):
         self.norm = nn.LayerNorm(args.width)
         self.head = nn.Linear(args.width, args.vocab, bias=False)
 
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[batch, length + 1]`` tokens to the mean loss."""
-        x = self.tokens(tokens[:, :-1]) + self.places.weight
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``[batch, length]`` tokens to ``[batch, length, vocab]``."""
+        x = self.tokens(tokens) + self.places.weight
         for block in self.blocks:
             x = block(x)
-        logits = self.head(self.norm(x))
-        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        return self.head(self.norm(x))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``[batch, length + 1]`` tokens to the mean loss."""
+        return functional.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
 class Case(NamedTuple):

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .hooks import WeakHook
+
 _ASSUMED_BYTES_PER_S = 40e9  # until a prefetch was timed
 _MARGIN = 1.25  # of the time that the copies need: beside forward and backward they are slower than alone
 _OCCASIONS = 32  # of a backward pass to look at memory: each costs the host what it takes to launch a few kernels
@@ -107,7 +109,7 @@ class Attachment:
         self._room = WindowRoom()
         self._warned = False
         self._handles = [optimizer.register_step_post_hook(self._stepped)]
-        begins, is_ready = _Hook(self._forward_begins), _Hook(self._grad_is_ready)
+        begins, is_ready = WeakHook(self._forward_begins), WeakHook(self._grad_is_ready)
         self._handles += [model.register_forward_pre_hook(begins) for model in models]
         if window_bytes == "auto":
             self._handles += [param.register_post_accumulate_grad_hook(is_ready) for param in _occasions(models)]
@@ -183,30 +185,6 @@ class Attachment:
         self._steps += 1
         if self.budget_bytes is not None and self._optimizer is not None:
             self._room.stepped(self._optimizer.allocation_retries())
-
-
-class _Hook:
-    """Calls a method of an attachment as long as that exists. In copies of a model, pickled or not, it does nothing."""
-
-    def __init__(self, method: Callable[..., None]) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    @torch._disable_dynamo  # copies, events and clocks are nothing to compile
-    def __call__(self, *args: Any) -> None:
-        method = self._method()
-        if method is not None:
-            method(*args)
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
-        return _hook_of_a_copy, ()
-
-
-def _hook_of_a_copy() -> Callable[..., None]:
-    return _do_nothing
-
-
-def _do_nothing(*_: Any) -> None:
-    """What a copy of a model calls."""
 
 
 class WindowRoom:

@@ -7,12 +7,13 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from .dtensors import is_distributed, is_offloaded_by_fsdp, is_replicated, local_of
+from .hooks import WeakHook
 
 PART_BYTES = 24 * 2**20
 """Gradients that wait before they are applied: as many as make their state a few chunks, so that few launches and
@@ -141,10 +142,11 @@ class BackwardSteps:
         self._waiting: dict[Hashable, _Waiting] = {}  # by device and queue
         self._settings: list[dict[str, Any]] | None = None
         self._parts = 0
-        self._handles = [param.register_post_accumulate_grad_hook(_weakly(self._take)) for param in hooked]
+        take = WeakHook(self._take)
+        self._handles = [param.register_post_accumulate_grad_hook(take) for param in hooked]
         if any(map(is_distributed, hooked)):
             # FSDP looks at the gradients that it adds to before it calls hooks, and would not say what is wrong.
-            refuse = _weakly(self._refuse_second_forward)
+            refuse = WeakHook(self._refuse_second_forward)
             self._handles += [model.register_forward_pre_hook(refuse) for model in models]
 
     # -- for callers ---------------------------------------------------------------------------------------------
@@ -286,18 +288,6 @@ def refuse_scaler(optimizer: Any, grad_scaler: Any) -> None:
     signals = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     if (grad_scaler is not None and grad_scaler.is_enabled()) or any(signal is not None for signal in signals):
         raise RuntimeError(_GONE)
-
-
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """A method as a hook that does not keep its object alive, and does nothing once that is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def hook(*arguments: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive(*arguments)
-
-    return hook
 
 
 def _frozen(value: Any) -> Any:

@@ -53,7 +53,10 @@ def read_key(index: int, sysfs: Path = numa.SYSFS) -> MachineKey:
         gpu=cuda_driver.device_name(index),
         link=_read_link(cuda_driver.pci_bus_id(index), sysfs),
         host=f"{_cpu_name()}, {os.cpu_count()} CPUs, {max(1, len(numa.node_folders(sysfs)))} NUMA nodes",
-        versions={**{name: _version(name) for name in _PACKAGES}, "CUDA driver": cuda_driver.driver_version()},
+        versions={
+            **{name: version_of(name) or "none" for name in _PACKAGES},
+            "CUDA driver": cuda_driver.driver_version(),
+        },
     )
 
 
@@ -74,8 +77,9 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str | None:
+    """Version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "none"
+        return None

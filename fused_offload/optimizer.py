@@ -704,7 +704,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         """What the last step that its GPUs are through with has moved, and what it cost.
 
         Waits for nothing: right after `step` this is an earlier one. None before there is one, and on the CPU, where
-        nothing moves. With `step_in_backward` it is the last part of a step.
+        nothing moves. With `step_in_backward` it is about all parts of a step.
         """
         return self._stepper.engine.last_step_report()
 

@@ -276,7 +276,6 @@ class Pipeline:
             adam.adam_step_(table[rows.first :], rows.rows, rows.programs, *arguments)
 
         step = PreparedStep(device_plan, launch, updates.params, found_inf)
-        key = None
         if is_replayable:
             slots = sorted(slot.memory.data_ptr() for slot in self.queues.ring.slots)
             key = (table.data_ptr(), list(aligned), slots, numerics, launch_key(scalars, signals))
@@ -500,11 +499,10 @@ class Pipeline:
         if not window:
             return ()
         nbytes = sum(bytes_of(chunk.to_host) for chunk in window)
-        ops.wait(ops.d2h, computed)
-        began = ops.record(ops.d2h, timing=True)
+        began = computed, ops.record(ops.d2h, timing=True)
         window.reverse()
         write_back_window((window.pop() for _ in range(len(window))), ops, written)
-        return (Span((began,), ops.record(ops.d2h, timing=True), nbytes),)
+        return (Span(began, ops.record(ops.d2h, timing=True), nbytes),)
 
     def wait(self) -> None:
         """Drops the window, and waits on the host until all state of this optimizer is written back."""

@@ -67,7 +67,7 @@ class UploadBuffer:
         )
 
     def _rows(self, table: AddressTable) -> torch.Tensor:
-        return self._memory[: table.nbytes].view(torch.int64).view(-1, 6)
+        return self._memory[: table.nbytes].view(torch.int64).view(table.rows.shape)
 
     @staticmethod
     def _split(corrections: Mapping[int, list[Any]], values: torch.Tensor) -> dict[int, torch.Tensor]:

@@ -59,6 +59,13 @@ def label(streaming: Streaming) -> str:
     return f"{streaming.chunk_bytes / MIB:g} MiB x {streaming.depth}"
 
 
+def chosen(choice: Choice) -> Streaming:
+    """The way to stream that a choice is."""
+    if choice.transport == "zero_copy":
+        return Streaming(programs=choice.programs)
+    return Streaming(choice.chunk_bytes, choice.depth)
+
+
 def candidates(state_bytes: int) -> list[Streaming]:
     """What is tried: copies whose chunks are no larger than the state, and zero-copy kernels.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import re
@@ -17,9 +16,11 @@ import psutil
 import torch
 
 from fused_offload import numa, profiles
-from fused_offload.config import MIB
 from fused_offload.hostmem import available_host_bytes
+from fused_offload.machine_key import version_of
 from fused_offload.pinned import PinnedSlab
+
+from .choose import chosen, label
 
 _COPY_BYTES = 64 * 2**20
 _COPY_SECONDS = 0.3  # each way
@@ -128,18 +129,11 @@ def read_machine(sysfs: Path = Path("/sys"), nvml: Callable[[], Any] | None = No
         host_limit=limit,
         numa_nodes=read_numa_nodes(sysfs),
         cpu_nodes=read_cpu_nodes(sysfs, os.sched_getaffinity(0)),
-        versions={name: _version(name) for name in PACKAGES},
+        versions={name: version_of(name) for name in PACKAGES},
         importable={name: _is_importable(name) for name in ("transformer_engine", "megatron.core")},
         autoload=os.environ.get(_ENVIRONMENT_VARIABLE, ""),
         autoload_present=_is_importable("_fused_offload_autoload"),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _is_importable(module: str) -> bool:
@@ -216,13 +210,7 @@ def _in_words(found: profiles.Found) -> str:
     if found.profile is None:
         return found.reason
     choices = [
-        f"{choice.state_bytes / 1e9:.1f} GB of state "
-        + (
-            f"zero-copy, {choice.programs} programs"
-            if choice.transport == "zero_copy"
-            else f"{choice.chunk_bytes / MIB:g} MiB x {choice.depth}"
-        )
-        for choice in found.profile.choices
+        f"{choice.state_bytes / 1e9:.1f} GB of state {label(chosen(choice))}" for choice in found.profile.choices
     ]
     return f"{', '.join(choices)}; {found.reason}"
 

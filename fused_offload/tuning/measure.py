@@ -18,7 +18,7 @@ from fused_offload.machine_key import MachineKey
 from fused_offload.profiles import Choice, Profile, Timing
 from fused_offload.streaming import Streaming
 
-from .choose import Timed, candidates, choose, graph_candidates, worth_another_look
+from .choose import Timed, candidates, choose, chosen, graph_candidates, worth_another_look
 from .link import LinkRate, Report, measure_link
 from .rig import NARROW, WIDE, Rig, rig
 
@@ -182,8 +182,7 @@ def _timed(samples: dict[Streaming, list[float]]) -> tuple[Timed, ...]:
 def _time_narrow(numel: int, choice: Choice, device: torch.device, report: Report) -> Timing:
     report("steps of 6 bytes a parameter", 0, 1)
     with rig(numel, NARROW, device) as steps:
-        programs = choice.programs if choice.transport == "zero_copy" else None
-        ms = median(steps.time(Streaming(choice.chunk_bytes, choice.depth, programs), steps=2 * ROUNDS))
+        ms = median(steps.time(chosen(choice), steps=2 * ROUNDS))
         timing = Timing(steps.param_numel, steps.state_bytes, ms)
     report("steps of 6 bytes a parameter", 1, 1)
     return timing

@@ -18,7 +18,7 @@ from fused_offload.config import MIB
 from fused_offload.machine_key import read_key
 
 from . import measure
-from .choose import Timed
+from .choose import Timed, chosen
 from .measure import Swept, Tuning
 
 
@@ -173,7 +173,4 @@ def _largest(copies: Iterable[Timed]) -> int:
 def _cell(one: Timed | None, swept: Swept) -> str:
     if one is None:
         return ""
-    choice = swept.choice
-    chosen = (choice.chunk_bytes, choice.depth) if choice.transport == "copy" else choice.programs
-    here = one.streaming.programs or (one.streaming.chunk_bytes, one.streaming.depth)
-    return f"[bold green]{one.ms:.2f}[/]" if here == chosen else f"{one.ms:.2f}"
+    return f"[bold green]{one.ms:.2f}[/]" if one.streaming == chosen(swept.choice) else f"{one.ms:.2f}"

@@ -1,0 +1,35 @@
+"""Hooks on a model that belong to an optimizer: they keep nothing alive, and stay behind when the model is copied."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class WeakHook:
+    """Calls a method as long as its object exists. In copies of a model, pickled or not, it does nothing."""
+
+    def __init__(self, method: Callable[..., None]) -> None:
+        """Takes a bound method."""
+        self._method = weakref.WeakMethod(method)
+
+    @torch._disable_dynamo  # copies, events and clocks are nothing to compile
+    def __call__(self, *args: Any) -> None:
+        """What torch calls."""
+        method = self._method()
+        if method is not None:
+            method(*args)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[()]]:
+        return _hook_of_a_copy, ()
+
+
+def _hook_of_a_copy() -> Callable[..., None]:
+    return _do_nothing
+
+
+def _do_nothing(*_: Any) -> None:
+    """What a copy of a model calls."""
