@@ -126,7 +126,14 @@ def _add_plan(commands: Any) -> None:
     offload = plan.add_argument_group("offload, as in OffloadConfig")
     offload.add_argument("--fraction", type=float, default=defaults.fraction, help="offloaded share of the state")
     offload.add_argument(
-        "--window-bytes", type=_bytes, default=0, metavar="BYTES", help="state prefetched under backward"
+        "--window-bytes",
+        type=_window,
+        default=0,
+        metavar="BYTES",
+        help="state prefetched under backward, or auto: what activations gave back, of --other-gpu at most; default: 0",
+    )
+    offload.add_argument(
+        "--step-in-backward", action="store_true", help="gradients are applied and freed during the backward pass"
     )
     offload.add_argument(
         "--chunk-bytes",
@@ -201,8 +208,13 @@ def _positive(text: str) -> float:
     return value
 
 
-def _bytes(text: str) -> int:
-    return int(_number(text))
+def _window(text: str) -> int | str:
+    if text == "auto":
+        return "auto"
+    try:
+        return int(_number(text))
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
 
 
 def _positive_int(text: str) -> int:

@@ -162,6 +162,40 @@ def test_the_window_is_no_larger_than_the_state_and_hides_its_bytes() -> None:
     assert step_time(whole, 50.0).exposed_ms == 0
 
 
+def test_a_window_of_auto_lies_where_activations_were(capsys: pytest.CaptureFixture[str]) -> None:
+    common = ("--params", "1e9", "--link-gbps", "50", "--gpu-memory", "80")
+    without = plan(capsys, *common, "--other-gpu", "4")
+    auto = plan(capsys, *common, "--other-gpu", "4", "--window-bytes", "auto")
+    assert auto["training"]["offload"]["window_bytes"] == "auto"
+    assert auto["gpu_bytes"] == without["gpu_bytes"]
+    assert auto["largest_param_numel"] == without["largest_param_numel"]
+    assert auto["predicted"]["hidden_bytes"] == 4 * 10**9
+    assert auto["predicted"]["exposed_ms_at_least"] == pytest.approx(160, rel=1e-4)
+    assert without["predicted"]["exposed_ms_at_least"] == pytest.approx(240, rel=1e-4)
+    # No more than all of the state, and nothing where nothing is said of activations.
+    assert plan(capsys, *common, "--other-gpu", "40", "--window-bytes", "auto")["predicted"]["exposed_ms_at_least"] == 0
+    unknown = plan(capsys, *common, "--window-bytes", "auto")["predicted"]
+    assert unknown["exposed_ms_at_least"] == unknown["alone_ms"]
+    assert main(["plan", *common, "--other-gpu", "4", "--window-bytes", "auto"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "window, in place of activations │ 0.000 GB" in out
+    assert "up to 4.000 GB of state" in out
+    assert "160 ms" in out
+
+
+def test_stepping_in_backward_needs_no_memory_for_gradients_and_hides_the_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = plan(capsys, "--params", "1e9", "--step-in-backward")
+    assert report["gpu_bytes"]["grads"] == 24 * 2**20
+    assert report["predicted"]["exposed_ms_at_least"] == 0
+    assert report["predicted"]["hidden_bytes"] == report["host_bytes"]["rank"]
+    assert plan(capsys, "--params", "1e6", "--step-in-backward")["gpu_bytes"]["grads"] == 2 * 10**6
+    for window in ("auto", "5"):
+        assert main(["plan", "--params", "1e9", "--step-in-backward", "--window-bytes", window]) == 2
+        assert "window_bytes=0" in capsys.readouterr().err
+
+
 def test_the_largest_model_fits_and_the_next_does_not() -> None:
     training = Training(ranks_per_node=2, data_parallel=2, offload=OffloadConfig(fraction=0.5))
     for limits in ({"gpu_bytes": 80 * 10**9, "node_bytes": None}, {"gpu_bytes": None, "node_bytes": 128 * 10**9}):
@@ -254,6 +288,8 @@ def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--params", "nan"], "is not a number"),
         (["plan", "--params", "1e9", "--depth", "1.5"], "whole number"),
         (["plan", "--params", "1e9", "--fraction", "2"], "Invalid fraction"),
+        (["plan", "--params", "1e9", "--window-bytes", "much"], "'much' is not a number, nor auto"),
+        (["plan", "--params", "1e9", "--window-bytes", "-1"], "at least 0"),
         (["plan", "--params", "1e9", "--master", "remainder", "--param-dtype", "fp16"], "remainder needs bf16"),
         (["plan", "--config", "missing.json"], "cannot be read"),
         (["sweep"], "invalid choice"),

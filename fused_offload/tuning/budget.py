@@ -8,6 +8,7 @@ import torch
 
 from fused_offload.arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS, MASTER_FORMS
 from fused_offload.config import OffloadConfig
+from fused_offload.in_backward import PART_BYTES
 from fused_offload.kernels.forms import REMAINDER, Form
 from fused_offload.plan import ALIGNMENT, align
 from fused_offload.profiles import Profile
@@ -36,7 +37,8 @@ class Training:
         shard_params: whether parameters and gradients are shared by the data-parallel ranks too (FSDP).
         offload: fraction, chunks and window; ``"auto"`` is what it is on a machine without a profile.
         ranks_per_node: ranks whose state lies in one host's memory.
-        other_gpu_bytes: what else the GPU has to hold: activations, CUDA context.
+        other_gpu_bytes: what else the GPU has to hold: activations, CUDA context. A window of ``"auto"`` lies within.
+        in_backward: whether gradients are applied during the backward pass and freed (`step_in_backward`).
     """
 
     param_dtype: str = "bf16"
@@ -50,6 +52,11 @@ class Training:
     offload: OffloadConfig = field(default_factory=OffloadConfig)
     ranks_per_node: int = 1
     other_gpu_bytes: int = 0
+    in_backward: bool = False
+
+    def __post_init__(self) -> None:
+        if self.in_backward and self.offload.window_bytes != 0:
+            raise ValueError("stepping in backward needs window_bytes=0: its copies run under the backward pass anyway")
 
     def layout(self) -> Layout:
         """The optimizer's layout of offloaded state.
@@ -83,9 +90,10 @@ class Memory:
         grads: on the GPU.
         resident_state: state that is not offloaded, on the GPU.
         ring: staging of the optimizer, on the GPU.
-        window: state that may be prefetched, on the GPU.
+        window: what the window takes on the GPU beside everything else; one of ``"auto"`` takes nothing.
         other: what the caller reserved on the GPU.
         host_state: offloaded state of a rank, in host memory.
+        hidden: of that, what may move under forward and backward passes, at most.
         ranks_per_node: ranks of a node.
     """
 
@@ -96,6 +104,7 @@ class Memory:
     window: int
     other: int
     host_state: int
+    hidden: int
     ranks_per_node: int
 
     @property
@@ -135,7 +144,7 @@ def memory_of(param_numel: int, training: Training) -> Memory:
         training: how it is trained.
 
     Raises:
-        ValueError: for a window of ``"auto"``, and for remainders of parameters that have none.
+        ValueError: for remainders of parameters that have none.
     """
     layout, offload = training.layout(), training.offload
     rank_numel = -(-param_numel // training.model_parallel)
@@ -143,16 +152,19 @@ def memory_of(param_numel: int, training: Training) -> Memory:
     held_numel = shard_numel if training.shard_params else rank_numel
     offloaded = align(min(shard_numel, round(shard_numel * offload.fraction)))
     host = _extent_bytes(layout, offloaded)
-    if offload.window_bytes == "auto":
-        raise ValueError("a window of 'auto' is as large as activations allow, which only a run can tell; give bytes")
+    grads = held_numel * PARAM_DTYPES[training.grad_dtype].itemsize
+    # "auto" takes memory that activations gave back, and those are no more than what else is on the GPU.
+    is_auto = offload.window_bytes == "auto"
+    window = min(training.other_gpu_bytes if offload.window_bytes == "auto" else offload.window_bytes, host)
     return Memory(
         params=held_numel * PARAM_DTYPES[training.param_dtype].itemsize,
-        grads=held_numel * PARAM_DTYPES[training.grad_dtype].itemsize,
+        grads=min(PART_BYTES, grads) if training.in_backward else grads,
         resident_state=_extent_bytes(layout, align(max(0, shard_numel - offloaded))),
         ring=_ring_bytes(layout, offloaded, offload),
-        window=min(offload.window_bytes, host),
+        window=0 if is_auto else window,
         other=training.other_gpu_bytes,
         host_state=host,
+        hidden=host if training.in_backward else window,
         ranks_per_node=training.ranks_per_node,
     )
 
@@ -178,7 +190,7 @@ class StepTime:
 
     Attributes:
         alone_ms: a step with nothing beside it: bytes each way over the link's speed.
-        exposed_ms: what it adds to an iteration at least, if the window's bytes move under backward and forward.
+        exposed_ms: what it adds to an iteration at least, if what may be hidden moves under backward and forward.
     """
 
     alone_ms: float
@@ -192,8 +204,8 @@ def step_time(memory: Memory, link_gbps: float) -> StepTime:
         memory: what is moved.
         link_gbps: GB/s each way with both directions busy.
     """
-    streamed = memory.host_state - memory.window
-    return StepTime(memory.host_state / link_gbps / 1e6, streamed / link_gbps / 1e6)
+    exposed = memory.host_state - memory.hidden
+    return StepTime(memory.host_state / link_gbps / 1e6, exposed / link_gbps / 1e6)
 
 
 def profile_step_time(memory: Memory, training: Training, profile: Profile) -> StepTime:
@@ -209,7 +221,7 @@ def profile_step_time(memory: Memory, training: Training, profile: Profile) -> S
     def step_ms(nbytes: int) -> float:
         return profile.step_ms(nbytes, round(nbytes / bytes_per_param))
 
-    return StepTime(step_ms(memory.host_state), step_ms(memory.host_state - memory.window))
+    return StepTime(step_ms(memory.host_state), step_ms(memory.host_state - memory.hidden))
 
 
 def largest_model(training: Training, *, gpu_bytes: int | None, node_bytes: int | None, saving: bool) -> int | None:

@@ -65,6 +65,7 @@ def _training(options: argparse.Namespace, choice: Choice | None = None) -> Trai
         offload=OffloadConfig(fraction=options.fraction, window_bytes=options.window_bytes, **how),
         ranks_per_node=options.ranks_per_node,
         other_gpu_bytes=int(options.other_gpu * 1e9),
+        in_backward=options.step_in_backward,
     )
 
 
@@ -135,6 +136,7 @@ def plan(options: argparse.Namespace) -> int:
         "predicted": {
             "alone_ms": time.alone_ms,
             "exposed_ms_at_least": time.exposed_ms,
+            "hidden_bytes": memory.hidden,
             "link_gbps": prediction.link_gbps,
             "link_assumed": prediction.source == "assumption",
             "source": prediction.source,
@@ -153,6 +155,13 @@ def _notes(options: argparse.Namespace, memory: Memory, prediction: _Prediction,
         f"Times are predictions, {prediction.how}.",
         "Activations and the CUDA context are counted only as --other-gpu says.",
     ]
+    if options.window_bytes == "auto":
+        notes.append(
+            f"A window of 'auto' takes what activations gave back, and no more GPU memory: up to {_gb(memory.hidden)} "
+            "of state, for activations are no more than --other-gpu. How much it is, only a run can tell."
+        )
+    if options.step_in_backward:
+        notes.append("Gradients wait on the GPU until there are 24 MiB of them; a larger one counts by itself.")
     if found is not None and found.is_outdated:
         notes.append(f"Profile of this machine {found.reason}.")
     if options.ranks_per_node > 1 and memory.host_state:
@@ -184,10 +193,10 @@ def _show_plan(report: dict[str, Any], training: Training) -> None:
     fits, gpu, host = report["fits"], report["gpu_bytes"], report["host_bytes"]
     names = {
         "params": f"parameters, {training.param_dtype}",
-        "grads": f"gradients, {training.grad_dtype}",
+        "grads": f"gradients, {training.grad_dtype}" + (", those that wait" if training.in_backward else ""),
         "resident_state": "state that stays",
         "ring": _ring_label(training),
-        "window": "window",
+        "window": "window, in place of activations" if training.offload.window_bytes == "auto" else "window",
         "other": "other",
     }
     for name, label in names.items():
