@@ -170,7 +170,9 @@ def _encode_fp16(rows: torch.Tensor, keep_nonzero: bool) -> tuple[torch.Tensor, 
 
 def _root8_units(code: torch.Tensor) -> torch.Tensor:
     """Magnitudes of non-negative codes, in units of the scale."""
-    square = (code * code).to(torch.float32) / float(_ROOT8_TOP**2)
+    square = (code * code).to(torch.float32)
+    # On a GPU, torch divides by a Python number by multiplying with its reciprocal, which rounds otherwise.
+    square = square / torch.full_like(square, _ROOT8_TOP**2)
     return square * square
 
 

@@ -216,6 +216,19 @@ def test_infinities_and_nans_cost_their_neighbours_nothing(form: Form, value: fl
     assert torch.equal(spoilt[~hit], clean[~hit])
 
 
+@pytest.mark.gpu
+@ALL_FORMS
+def test_a_gpu_encodes_and_decodes_the_same_bits(form: Form) -> None:
+    values = torch.cat([random_fp32(2**16), wide_values(2**16), torch.rand(1000)]).abs()
+    values = values.where(~values.isnan(), 1.0)  # the one thing whose bits differ
+    on_cpu, on_gpu = encoded(form, values), empty(form, values.numel())
+    on_gpu = on_gpu._replace(data=on_gpu.data.cuda(), scale=None if on_gpu.scale is None else on_gpu.scale.cuda())
+    encode_(on_gpu, values.cuda())
+    back = on_gpu._replace(data=on_gpu.data.cpu(), scale=None if on_gpu.scale is None else on_gpu.scale.cpu())
+    assert_same_bits(back, on_cpu)
+    assert torch.equal(bits(decode(on_gpu).cpu()), bits(decode(on_cpu)))
+
+
 @ALL_FORMS
 @pytest.mark.parametrize("numel", [1, 127, 128, 129, 255, 3 * 128 + 17])
 def test_partial_last_block(form: Form, numel: int) -> None:
