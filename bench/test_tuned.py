@@ -1,15 +1,19 @@
-"""What ``fused-offload tune`` chose against the defaults, on other sizes than it measured."""
+"""What ``fused-offload tune`` chose against the defaults and the link, on other sizes than it measured."""
 
 from __future__ import annotations
 
 import random
+from collections import defaultdict
+from functools import partial
+from statistics import median
 
 import pytest
 import torch
-from clock import measure
+from clock import measure, wall_ms
+from duplex import PlainDuplex, host_slabs
 from pytest_benchmark.fixture import BenchmarkFixture
 from rows import Rows, make_row
-from scale import Scale
+from scale import DUPLEX_MIB, Scale
 
 from fused_offload import OffloadConfig, profiles
 from fused_offload.streaming import Streaming, streaming_of
@@ -43,37 +47,56 @@ def test_tuned(
     device: torch.device,
 ) -> None:
     from fused_offload.tuning.choose import DEFAULTS, candidates, label
-    from fused_offload.tuning.rig import NARROW, WIDE, rig
+    from fused_offload.tuning.rig import NARROW, WIDE, Rig, rig
 
     if numel > scale.numel:
         pytest.skip("larger than --bench-numel")
-    with rig(numel, {"12B": WIDE, "6B": NARROW}[form], device) as steps:
+    forms = {"12B": WIDE, "6B": NARROW}[form]
+    resident = Rig(numel, forms, OffloadConfig(fraction=0.0), device)
+    with rig(numel, forms, device) as steps:
         auto = streaming_of(OffloadConfig(), device, steps.state_bytes)
         ways = {DEFAULTS, auto, *(candidates(steps.state_bytes) if request.config.getoption("sweep") else ())}
+        copy_sizes = [scale.bytes_of(mib) for mib in DUPLEX_MIB]
+        plain = PlainDuplex(host_slabs(steps.optimizer), device, copy_sizes)
         order = random.Random(0)
+        resident_ms: list[float] = []
+        plain_ms: defaultdict[int, list[float]] = defaultdict(list)
 
         def one_round() -> dict[Streaming, float]:
             """One step of each way, in turns, so that all of them see the link as it is now."""
+            resident_ms.append(resident.step_ms())
+            plain.refresh()
+            for size in copy_sizes:
+                plain_ms[size].append(wall_ms(partial(plain.run, size), device))
             shuffled = order.sample(sorted(ways, key=str), len(ways))
             return {way: steps.time(way, steps=1)[0] for way in shuffled}
 
         rounds = measure(benchmark, one_round, rounds=scale.rounds, warmup_rounds=min(1, scale.warmup_rounds))
         state_bytes = steps.state_bytes
+    resident.optimizer.close()
 
     samples = {way: [one[way] for one in rounds] for way in ways}
     cases = {"defaults": DEFAULTS, "auto": auto}
     if len(ways) > len(cases):
-        cases["fastest"] = min(ways, key=lambda way: sorted(samples[way])[len(rounds) // 2])
-    defaults_ms = sorted(samples[DEFAULTS])[len(rounds) // 2]
+        cases["fastest"] = min(ways, key=lambda way: median(samples[way]))
+    defaults_ms = median(samples[DEFAULTS])
+    link_ms = min(median(times[-len(rounds) :]) for times in plain_ms.values())
+    bound_ms = median(resident_ms[-len(rounds) :]) + link_ms
     for case, way in cases.items():
         row = make_row(
             f"tuned/{form}-{numel}/{case}",
             samples[way],
-            params={"form": form, "way": label(way), "peer": f"tuned/{form}-{numel}/defaults"},
+            params={
+                "form": form,
+                "way": label(way),
+                "peer": f"tuned/{form}-{numel}/defaults",
+                "resident_plus_link_ms": bound_ms,
+            },
             numel=numel,
             bytes_to_device=state_bytes,
             bytes_to_host=state_bytes,
-            ratio_to_peer=sorted(samples[way])[len(rounds) // 2] / defaults_ms,
-            note=label(way),
+            ratio_to_peer=median(samples[way]) / defaults_ms,
+            ratio_to_link=median(samples[way]) / link_ms,
+            note=f"{label(way)}; {median(samples[way]) / bound_ms:.2f} x the resident step plus the link",
         )
         rows.add(benchmark, row)
