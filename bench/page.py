@@ -80,7 +80,10 @@ class Results:
                 arguments = (f"{name} {value}" for name, value in self.record["arguments"].items() if name != "results")
                 yield from ("", f"Arguments: {', '.join(arguments)}")
             yield ""
-            yield from _loop_lines(self.loop) if self.loop else _megatron_lines(self.record)
+            if "large" in self.record:
+                yield from _large_lines(self.record)
+            else:
+                yield from _loop_lines(self.loop) if self.loop else _megatron_lines(self.record)
 
 
 def _loop_lines(cases: dict[str, Record]) -> Iterator[str]:
@@ -100,6 +103,50 @@ def _loop_lines(cases: dict[str, Record]) -> Iterator[str]:
             for name, case in cases.items()
         ),
     )
+
+
+def _large_lines(record: Record) -> Iterator[str]:
+    """Cases of `large_model.py`, and where its search for the largest model ended."""
+    header = (
+        *("case", "parameters", "tokens an iteration", "tokens/s", "passes, ms", "step adds, ms", "planned at least"),
+        *("step alone, ms", "planned", "/ copies alone", "host GB", "planned", "peak GPU GB", "loss, first to last"),
+    )
+
+    def line(name: str, case: Record) -> tuple[str, ...]:
+        planned, losses = case["predicted"], [one["loss"] for one in case["iterations"]]
+        alone_ms = case.get("alone_ms")
+        return (
+            name,
+            f"{case['param_numel']:,}",
+            f"{case['tokens']:,}",
+            number(case["tokens_per_s"]),
+            number(case["passes_ms"], 4),
+            number(case["exposed_step_ms"], 4),
+            number(planned["predicted"]["exposed_ms_at_least"], 4),
+            number(alone_ms, 4),
+            number(planned["predicted"]["alone_ms"], 4),
+            f"{alone_ms / case['copies_only_ms']:.3f}" if alone_ms else "",
+            number(case["host_bytes"] / 1e9),
+            number(planned["host_bytes"]["rank"] / 1e9),
+            number(case["peak_bytes"] / 1e9) if "peak_bytes" in case else "",
+            f"{losses[0]:.2f} to {losses[-1]:.2f}",
+        )
+
+    trained = {name: case for name, case in record["large"].items() if "tokens_per_s" in case}
+    yield from markdown(header, (line(name, case) for name, case in trained.items()))
+    for name, case in record["large"].items():
+        if case.get("failed"):
+            yield from ("", f"**Failed: {name}**: {case['failed']}")
+    for way, search in record.get("largest", {}).items():
+        found = search.get("param_numel")
+        ended = "none of those tried trained" if found is None else f"{found / 1e9:.2f} billion trained"
+        tried = ", ".join(f"{one['param_numel'] / 1e9:.2f}" for one in search["tried"])
+        yield from (
+            "",
+            f"Largest model, {way}: {ended}; {search['predicted_numel'] / 1e9:.2f} billion should fit into "
+            f"{search['gpu_bytes'] / 1e9:.1f} GB of GPU and {search['host_bytes'] / 1e9:.1f} GB of host memory "
+            f"(tried: {tried}).",
+        )
 
 
 def _megatron_lines(record: Record) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -54,6 +55,40 @@ def run_benchmarks(path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "bench", "--smoke", f"--results={path}", "-p", "no:cacheprovider"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stdout + run.stderr
+
+
+def test_the_large_model_trains_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program = importlib.import_module("large_model")
+    options = program.parse(["--tiny", "--device", "cpu", "--window-bytes", "auto", "--text-bytes", "500000"])
+    program.run_case(options, tmp_path / "case.json")
+    record = json.loads((tmp_path / "case.json").read_text())
+    assert program.has_trained(record)
+    assert "failed" not in record
+    assert record["tokens"] == 2 * 2 * 32
+    assert record["tokens_per_s"] == pytest.approx(record["tokens"] / record["iteration_ms"] * 1e3)
+    planned = record["predicted"]["host_bytes"]["rank"]
+    assert record["host_bytes"] == pytest.approx(planned, rel=0.02) == pytest.approx(6 * record["param_numel"], 0.02)
+
+
+def test_the_largest_model_is_what_the_plan_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "large.json"
+    limits = ["--gpu-memory", "0.02", "--host-memory", "0.005"]
+    command = [sys.executable, "bench/large_model.py", "--tiny", "--device", "cpu", "--find-largest", "--in-backward"]
+    command += [*limits, "--results", str(path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr
+    results = json.loads(path.read_text())
+    (search,) = results["largest"].values()
+    (case,) = results["large"].values()
+    assert search["param_numel"] == search["predicted_numel"] == case["param_numel"]
+    assert 6 * search["param_numel"] <= 5e6 < 6 * search["param_numel"] * 4 / 3
+    assert case["layers"] == 3
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    text = "\n".join(importlib.import_module("page").Results(path).lines())
+    assert f"| {search['param_numel']:,} |" in text
+    assert "Largest model, bf16-in-backward" in text
+    assert results["machine"]["versions"]["torch"] == torch.__version__
 
 
 # One test, since each worker of pytest-xdist would run the benchmarks again for its share of several.
