@@ -96,6 +96,12 @@ class PlainDuplex:
         self._streams.enqueue(copies, copies[half:] + copies[:half])
         torch.cuda.synchronize(self._streams.device)
 
+    def run_one_way(self, copy_bytes: int, *, to_device: bool) -> None:
+        """Copies everything once in one direction, in copies of one of the sizes, and waits."""
+        copies = self._copies[copy_bytes]
+        self._streams.enqueue(*((copies, []) if to_device else ([], copies)))
+        torch.cuda.synchronize(self._streams.device)
+
 
 def host_slabs(optimizer: Any) -> list[torch.Tensor]:
     """The host memory of an optimizer's state, as bytes."""

@@ -82,6 +82,8 @@ class Results:
             yield ""
             if "large" in self.record:
                 yield from _large_lines(self.record)
+            elif "together" in self.record:
+                yield from _together_lines(self.record["together"])
             else:
                 yield from _loop_lines(self.loop) if self.loop else _megatron_lines(self.record)
 
@@ -147,6 +149,32 @@ def _large_lines(record: Record) -> Iterator[str]:
             f"{search['gpu_bytes'] / 1e9:.1f} GB of GPU and {search['host_bytes'] / 1e9:.1f} GB of host memory "
             f"(tried: {tried}).",
         )
+
+
+def _together_lines(together: Record) -> Iterator[str]:
+    """What `two_gpus.py` found."""
+    ranks = range(together["ranks"])
+    for form, record in together["forms"].items():
+        yield from ("", f"### {form}: {record['param_numel']:,} parameters on each of {len(ranks)} GPUs, ms", "")
+        yield from markdown(
+            ("", *(f"rank {rank}" for rank in ranks), "until all are done", "rank 0 alone"),
+            (
+                (
+                    name,
+                    *(number(one["median_ms"][name], 4) for one in record["ranks"]),
+                    number(all_ms, 4),
+                    number(record["alone_ms"].get(name), 4),
+                )
+                for name, all_ms in record["all_ranks_ms"].items()
+            ),
+        )
+        if record["turns_win"] is not None:
+            shares = ", ".join(f"{one['step_share_of_plain']:.3f}" for one in record["ranks"])
+            verdict = "Turns are faster" if record["turns_win"] else "No way of taking turns is faster"
+            yield from (
+                "",
+                f"Plain duplex copies over the step, by rank: {shares}. {verdict} than plain duplex copies.",
+            )
 
 
 def _megatron_lines(record: Record) -> Iterator[str]:

@@ -91,6 +91,38 @@ def test_the_largest_model_is_what_the_plan_allows(tmp_path: Path, monkeypatch: 
     assert results["machine"]["versions"]["torch"] == torch.__version__
 
 
+def test_the_step_on_several_gpus_at_once_runs_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "together.json"
+    device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["bench/two_gpus.py", "--tiny", "--device", device, "--forms", "6B", "--results", str(path)]
+    run = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=180
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    record = json.loads(path.read_text())["together"]["forms"]["6B"]
+    assert record["bytes_each_way"] == 40_448 * 6  # four tensors of 10,000 elements, each padded to 10,112
+    assert len(record["ranks"]) == 2
+    last_ms = [max(times) for times in zip(*(one["samples_ms"]["whole-step"] for one in record["ranks"]), strict=True)]
+    assert record["all_ranks_ms"]["whole-step"] == pytest.approx(sum(last_ms) / 2)
+    assert (record["turns_win"] is None) == (device == "cpu")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    assert "| whole-step | " in "\n".join(importlib.import_module("page").Results(path).lines())
+
+
+@pytest.mark.parametrize(("turns_ms", "win"), [(90.0, True), (110.0, False)])
+@pytest.mark.parametrize(("step_ms", "reaches"), [(104.0, True), (106.0, False)])
+def test_turns_and_steps_are_judged(
+    turns_ms: float, win: bool, step_ms: float, reaches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program = importlib.import_module("two_gpus")
+    first = {"plain-duplex": [99.0, 100.0, 101.0], "whole-step": [100.0] * 3}
+    first |= {name: [120.0] * 3 for name in program.TURNS} | {"turns-opposite": [turns_ms] * 3}
+    second = {**first, "turns-opposite": [turns_ms - 30] * 3, "whole-step": [step_ms] * 3}
+    assert program.verdicts([first, second]) == {"step_reaches_share": reaches, "turns_win": win}
+
+
 # One test, since each worker of pytest-xdist would run the benchmarks again for its share of several.
 def test_benchmarks_run_and_are_reported(tmp_path: Path) -> None:
     pytest.importorskip("pytest_benchmark")
