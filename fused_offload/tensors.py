@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_NOT_INTERCEPTED = torch.Tensor.__torch_dispatch__
 
 
 def _order(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]]:
@@ -22,6 +23,15 @@ def is_frozen(param: torch.Tensor) -> bool:
     and still get one.
     """
     return isinstance(param, torch.nn.Parameter) and not param.requires_grad
+
+
+def has_own_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are where its address says.
+
+    Classes that stand for other tensors, as quantised ones do, intercept operations below autograd, and their address
+    is nobody's. Plain subclasses do not.
+    """
+    return type(tensor).__torch_dispatch__ is _NOT_INTERCEPTED
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from .dtensors import has_partial, is_distributed, local_of, locals_of, same_sharding, sharding_of
-from .tensors import FLOAT_DTYPES, addresses_of, is_dense, like_memory_of, same_order
+from .tensors import FLOAT_DTYPES, addresses_of, has_own_memory, is_dense, is_frozen, like_memory_of, same_order
 from .watch import KindWatch, same_objects
 
 
@@ -190,6 +190,11 @@ def _check_grad(param: torch.Tensor, grad: Any, group: int) -> None:
         raise TypeError(f"A gradient should be a tensor, but got {type(grad).__name__} in parameter group {group}")
     if is_distributed(grad):  # that of a distributed parameter was taken apart before
         raise RuntimeError(_other_sharding(param, grad, group))
+    if not has_own_memory(grad):
+        raise TypeError(
+            f"A gradient in parameter group {group} is a {type(grad).__name__}, whose elements do not lie in one plain "
+            "tensor. Give its parameter a plain one."
+        )
     if grad.layout != torch.strided:
         raise RuntimeError("FusedOffloadAdam does not support sparse gradients; use dense embeddings (sparse=False)")
     if grad.dtype not in FLOAT_DTYPES:
@@ -285,11 +290,13 @@ def check_params(params: Sequence[Any], where: str) -> None:
             f"The parameters of {where} are on {devices.pop()}; FusedOffloadAdam updates parameters on CUDA devices "
             "and on the CPU. Materialise the model before building the optimizer."
         )
-    bad = {param.dtype for param in params} - set(FLOAT_DTYPES)
-    if bad:
-        raise TypeError(
-            f"FusedOffloadAdam updates float32, bfloat16 and float16 parameters, but {where} has {bad.pop()}"
-        )
+    for position, param in enumerate(params):
+        if param.dtype not in FLOAT_DTYPES:
+            advice = f". {_FROZEN}" if is_frozen(param) else ""
+            raise TypeError(
+                "FusedOffloadAdam updates float32, bfloat16 and float16 parameters, but parameter "
+                f"{position} of {where} has {param.dtype}{_class_of(param)}{advice}"
+            )
     for position, param in enumerate(params):
         if param.layout != torch.strided or not (param.is_contiguous() or is_dense(param)):
             raise RuntimeError(
@@ -300,6 +307,11 @@ def check_params(params: Sequence[Any], where: str) -> None:
 
 
 _PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
+_FROZEN = "It is frozen, so leave it out: pass the parameters that require gradients."
+
+
+def _class_of(param: torch.Tensor) -> str:
+    return "" if type(param) in _PLAIN_TENSORS else f" ({type(param).__name__})"
 
 
 def _check_subclasses(params: Sequence[torch.Tensor], where: str) -> None:
@@ -309,12 +321,25 @@ def _check_subclasses(params: Sequence[torch.Tensor], where: str) -> None:
                 f"Parameter {position} of {where} is a DTensor with partial values ({sharding_of(param)}), which no "
                 "rank can update alone. Redistribute it to Shard or Replicate first."
             )
-        param = local_of(param)
-        if hasattr(param, "_local_tensor") or hasattr(type(param), "__tensor_flatten__"):
+        local = local_of(param)
+        if hasattr(local, "_local_tensor") or not has_own_memory(local):
             raise TypeError(
-                f"Parameter {position} of {where} is a {type(param).__name__}, which FusedOffloadAdam cannot update: "
-                "its elements do not lie in one plain tensor"
+                f"Parameter {position} of {where} is a {type(local).__name__}, which FusedOffloadAdam cannot update: "
+                f"its elements do not lie in one plain tensor. {_what_to_do(param, local)}"
             )
+
+
+def _what_to_do(param: torch.Tensor, local: torch.Tensor) -> str:
+    """Instead of handing over a parameter of a class that stands for other tensors."""
+    if is_frozen(param):
+        return _FROZEN
+    if type(local).__module__.startswith("transformer_engine."):
+        return (
+            "Build the model outside of quantized_model_init (fp8_model_init): autocast computes with quantised copies "
+            "of bfloat16 parameters all the same. Or pass float32 masters in its place, and quantize_ it from them "
+            "after each step (docs/eight_bit.md)."
+        )
+    return "Pass plain tensors, and quantise what they hold after training, or from them after each step."
 
 
 def _in_memory_order(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

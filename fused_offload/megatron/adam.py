@@ -10,8 +10,10 @@ import torch
 
 from fused_offload.arguments import check_hyperparameters
 from fused_offload.checkpoint import check_settings, merged_group
+from fused_offload.dtensors import local_of
 from fused_offload.optimizer import FusedOffloadAdam
 from fused_offload.plan import align
+from fused_offload.tensors import has_own_memory
 from fused_offload.updates import check_params
 
 _HYBRID_SETTINGS = (
@@ -48,6 +50,22 @@ class MegatronAdam(FusedOffloadAdam):
         self.inner_param_to_orig_param: dict[torch.Tensor, torch.Tensor] = {}
         self.gpu_params_map_cpu_copy: dict[torch.Tensor, torch.Tensor] = {}
         self._only_groups: bool | None = None
+
+    def _check_given(self, params: list[torch.Tensor]) -> None:
+        # Megatron builds the optimizer with the model's parameters, and puts its own masters in the place of quantised
+        # ones before it hands the optimizer out: `check_groups` then looks at those.
+        known = [param for param in params if not isinstance(param, torch.Tensor) or has_own_memory(local_of(param))]
+        super()._check_given(known)
+
+    def check_groups(self) -> None:
+        """Raises for parameters that cannot be updated, once Megatron has put its own in the place of the model's.
+
+        Raises:
+            TypeError: names the first one.
+            RuntimeError: for parameters that are where they cannot be updated.
+        """
+        for index, group in enumerate(self.param_groups):
+            check_params(group["params"], f"parameter group {index}")
 
     # -- names that others call ----------------------------------------------------------------------------------
 

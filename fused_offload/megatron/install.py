@@ -244,6 +244,7 @@ def adapt(optimizer: Any, layout: Layout) -> None:
         return
     hooks: list[Any] = [Lifecycle(optimizer)]
     if inner is not None:
+        inner.check_groups()
         inner.reserve_gpu_memory()
         if isinstance(optimizer, layout.distrib.DistributedOptimizer):
             hooks.append(DistributedHooks(optimizer, layout))

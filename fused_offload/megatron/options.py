@@ -11,6 +11,8 @@ import torch
 
 from fused_offload.arguments import check_modes
 from fused_offload.config import OffloadConfig
+from fused_offload.dtensors import local_of
+from fused_offload.tensors import has_own_memory
 
 _OTHER_OFFLOADERS = ("chunked_optimizer_state_offload", "offload_optimizer_states")
 _REQUESTED = "_fused_offload_store_param_remainders"
@@ -142,11 +144,27 @@ def check_model(config: Any, model_chunks: Sequence[Any]) -> None:
                 "FusedOffloadAdam does not support Megatron-FSDP yet. Use the distributed optimizer "
                 "(--use-distributed-optimizer without --use-megatron-fsdp), or do not install FusedOffloadAdam."
             )
+        if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            _refuse_quantised(chunk)
         model_config = getattr(chunk, "config", None)
         if getattr(model_config, "qk_clip", False) and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             raise ValueError(
                 "qk_clip rewrites Megatron's own master weights, and with a precision-aware optimizer there are none: "
                 "the masters belong to the optimizer. Leave --qk-clip or --use-precision-aware-optimizer out."
+            )
+
+
+def _refuse_quantised(chunk: Any) -> None:
+    """Raises if the optimizer, which owns the masters, would have to write quantised parameters itself."""
+    for name, param in chunk.named_parameters():
+        local = local_of(param)
+        if param.requires_grad and not has_own_memory(local):
+            raise ValueError(
+                f"{name} is a {type(local).__name__}, which FusedOffloadAdam cannot write. With a precision-aware "
+                "optimizer it would have to, since the master weights are its own: those of parameters in FP8 are "
+                "Megatron's only with --fp8-recipe blockwise, tensorwise or mxfp8 and without "
+                "--optimizer-cpu-offload. Change that, or leave --use-precision-aware-optimizer or "
+                "--fp8-param-gather out."
             )
 
 

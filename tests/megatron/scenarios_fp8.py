@@ -1,0 +1,139 @@
+"""Parameters of a class that stands for other tensors, as TransformerEngine's in FP8, with Megatron's own masters."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from job import Job, JobSpec, build_model, build_optimizer, replaced, te_branches
+from registry import Context, Phase, scenario
+
+ITERATIONS = 4
+_MEGATRONS_MASTERS = (("use_precision_aware_optimizer", False), ("fp8_recipe", "blockwise"))
+
+
+def quantised(values: torch.Tensor) -> torch.Tensor:
+    """Bytes of float8_e4m3fn."""
+    return values.bfloat16().to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+class QuantisedLike(torch.Tensor):
+    """What Megatron asks of TransformerEngine's quantised parameters, without a scale."""
+
+    _data: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> Any:
+        made = torch.Tensor._make_wrapper_subclass(cls, data.shape, dtype=torch.bfloat16, device=data.device)
+        made._data = data
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0]._data)
+        args, kwargs = torch.utils._pytree.tree_map_only(
+            QuantisedLike, lambda tensor: tensor._data.view(torch.float8_e4m3fn).bfloat16(), (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+def _write_shards(params: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], *others: Any) -> None:
+    for param, master, start in zip(params, masters, starts, strict=True):
+        if master is not None:  # nothing of it belongs to this rank
+            param._data.view(-1)[start : start + master.numel()] = quantised(master)
+
+
+def _move(param: Any, memory: torch.Tensor) -> None:
+    memory.copy_(param._data)
+    param._data = memory
+
+
+@contextlib.contextmanager
+def quantised_models() -> Iterator[None]:
+    """Within the context, models are built with quantised matrices, which Megatron treats as TransformerEngine's."""
+    from megatron.core import distributed, fp8_utils
+    from megatron.core.distributed import param_and_grad_buffer
+
+    wrap = distributed.DistributedDataParallel
+
+    def quantise_and_wrap(config: Any, ddp_config: Any, model: Any) -> Any:
+        for module in model.decoder.modules():
+            weight = module._parameters.get("weight")
+            if weight is not None and weight.dim() == 2:
+                module.weight = param = torch.nn.Parameter(QuantisedLike(quantised(weight.detach())))
+                vars(param).update(vars(weight))
+                param.get_high_precision_init_val = weight.detach
+                param.clear_high_precision_init_val = lambda: None
+        ddp_config.fp8_param_gather = True
+        return wrap(config, ddp_config, model)
+
+    with replaced(
+        (fp8_utils, "HAVE_TE_FP8_TENSOR_CLASS", True),
+        (fp8_utils, "FP8_TENSOR_CLASS", QuantisedLike),
+        (fp8_utils, "_modify_underlying_storage_impl", _move),
+        (fp8_utils, "_quantize_param_shard_impl", _write_shards),
+        (distributed, "DistributedDataParallel", quantise_and_wrap),
+        # gloo gathers buffers of several dtypes in one go as if all were of the first one's
+        (param_and_grad_buffer, "_coalescing_manager", lambda *args, **kwargs: contextlib.nullcontext()),
+    ):
+        yield
+
+
+def _train(context: Context) -> dict[str, Any]:
+    """In both places, offloaded in small chunks and resident, and with torch's AdamW."""
+    results = {}
+    for name, optimizer, fraction in (
+        ("offloaded", "ours", 1.0),
+        ("resident", "ours", 0.0),
+        ("as FusedAdam", "ours as FusedAdam", 1.0),
+        ("AdamW", "stock", 1.0),
+    ):
+        place = te_branches() if optimizer == "ours as FusedAdam" else contextlib.nullcontext()
+        config = _MEGATRONS_MASTERS if optimizer != "stock" else _MEGATRONS_MASTERS[1:]
+        with quantised_models(), place:
+            job = Job(JobSpec(optimizer, fraction=fraction, chunk_bytes=8000, lr=1e-3, config=config))
+            log = job.train(ITERATIONS)
+            matrices = {n: p for n, p in job.model.module.named_parameters() if isinstance(p, QuantisedLike)}
+            results[name] = {
+                "losses": [step.loss for step in log],
+                **job.snapshot(),
+                "bytes": {name: param._data.clone() for name, param in matrices.items()},
+            }
+    return results
+
+
+def _refused(context: Context) -> dict[str, str]:
+    """Where the masters are the optimizer's, by who would write the parameters; and who is given them."""
+    messages = {}
+    for name, optimizer, config in (
+        ("hybrid place", "ours", (("fp8_recipe", "blockwise"),)),
+        ("FusedAdam's place", "ours as FusedAdam", (("fp8_recipe", "delayed"),)),
+    ):
+        with quantised_models(), te_branches() if optimizer != "ours" else contextlib.nullcontext():
+            spec = JobSpec(optimizer, config=config)
+            try:
+                build_optimizer(spec, build_model(spec))
+            except ValueError as error:
+                messages[name] = str(error)
+    return messages
+
+
+def _left_in_groups(context: Context) -> list[str]:
+    """A Megatron that puts no masters in their place; one that builds with placeholders."""
+    from fused_offload.megatron.adam import MegatronAdam
+
+    messages = []
+    for param in (torch.nn.Parameter(QuantisedLike(torch.zeros(4, 8, dtype=torch.uint8))), None):
+        try:
+            MegatronAdam([param]).check_groups()
+        except TypeError as error:
+            messages.append(str(error))
+    return messages
+
+
+scenario("quantised parameters train", _train, (Phase.TWO_RANKS,))
+scenario("quantised parameters refused", _refused, (Phase.ONE_RANK,))
+scenario("quantised parameters left", _left_in_groups, (Phase.ONE_RANK,))

@@ -1,0 +1,77 @@
+"""Parameters in FP8 under Megatron: its own masters are stepped; refused by name where the masters are the optimizer's.
+
+With TransformerEngine on a GPU, what is stepped has the bits of its FusedAdam.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import fp8_job
+import pytest
+import torch
+from comparison import assert_same, whole_state
+from registry import Phase, Results
+from scenarios_fp8 import quantised
+
+
+def test_masters_of_megatron_are_stepped_and_parameters_quantised_from_them(results: Results) -> None:
+    runs = results.ranks("quantised parameters train", Phase.TWO_RANKS)
+    for rank, run in enumerate(runs):
+        for name in ("resident", "as FusedAdam"):
+            assert_same(run[name], run["offloaded"], f"rank {rank}, {name}")
+        assert run["offloaded"]["losses"] == pytest.approx(run["AdamW"]["losses"], rel=1e-3)
+    state, by_adamw = (whole_state([run[name]["state"] for run in runs]) for name in ("offloaded", "AdamW"))
+    assert len(runs[0]["offloaded"]["bytes"]) == 8
+    for name, stored in runs[0]["offloaded"]["bytes"].items():
+        master = state[name]["master_param"]
+        assert_same(stored.view(-1), quantised(master), name)
+        torch.testing.assert_close(
+            master, by_adamw[name]["master_param"], rtol=0, atol=3e-4
+        )  # of 2e-3 that the steps moved it
+        assert not torch.equal(quantised(master).view(torch.float8_e4m3fn).float(), master)
+
+
+@pytest.mark.parametrize("place", ["hybrid place", "FusedAdam's place"])
+def test_masters_of_the_optimizer_are_refused(results: Results, place: str) -> None:
+    message = results.ranks("quantised parameters refused", Phase.ONE_RANK)[0][place]
+    assert "decoder.layers.0" in message
+    assert "is a QuantisedLike" in message
+    for flag in ("--fp8-recipe", "--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--fp8-param-gather"):
+        assert flag in message
+
+
+def test_what_megatron_leaves_in_the_groups_is_refused(results: Results) -> None:
+    ((quantised_one, placeholder),) = results.ranks("quantised parameters left", Phase.ONE_RANK)
+    assert "Parameter 0 of parameter group 0 is a QuantisedLike" in quantised_one
+    assert "Parameter 0 of parameter group 0 should be a tensor, but got NoneType" in placeholder
+
+
+# -- TransformerEngine's on a GPU --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Of all cases, in a process of their own: Megatron's groups stay for the life of a process."""
+    path = tmp_path_factory.mktemp("fp8") / "outcomes.json"
+    done = subprocess.run(
+        [sys.executable, str(Path(fp8_job.__file__)), "--json", str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert path.exists(), done.stdout[-6000:]
+    return json.loads(path.read_text())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs TransformerEngine")
+@pytest.mark.parametrize("name", list(fp8_job.CASES))
+def test_bits_of_fused_adam_or_refused_by_name(outcomes: dict[str, Any], name: str) -> None:
+    assert outcomes[name]["wrong"] == [], outcomes[name]["said"]
