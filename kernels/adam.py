@@ -206,7 +206,7 @@ def _update_block(
     threshold = lane  # unused, unless
     threshold_sq = lane
     if STOCHASTIC:
-        threshold, threshold_sq = rounding_thresholds(counter + lane, rounding_seed, rounding_step)
+        threshold, threshold_sq = rounding_thresholds(counter, lane, rounding_seed, rounding_step)
     store_state(
         exp_avg_ptr, exp_avg_scale_ptr, start, numel, offsets, m_new, threshold, mask, EXP_AVG, False, MASKED, BLOCK
     )

@@ -86,13 +86,18 @@ def _mix(bits):
 
 
 @triton.jit
-def rounding_thresholds(counter, seed, step):
+def rounding_thresholds(counter, lane, seed, step):
     """Thresholds of the first and of the second moment, uint32; `forms.rounding_thresholds` is the specification.
 
-    ``counter`` is int64, ``seed`` and ``step`` are not negative and below 2^31.
+    ``counter`` is that of lane 0, int64; ``seed`` and ``step`` are not negative and below 2^31.
     """
     step = step.to(tl.uint32)
-    first = _mix(counter.to(tl.uint32) ^ _mix((counter >> 32).to(tl.uint32) ^ seed.to(tl.uint32)))
+    seed = seed.to(tl.uint32)
+    # The upper 32 bits are those of lane 0 unless the lower ones overflowed; so only these are hashed for every lane.
+    upper = (counter >> 32).to(tl.uint32)
+    first_lower = counter.to(tl.uint32)
+    lower = first_lower + lane.to(tl.uint32)
+    first = _mix(lower ^ tl.where(lower < first_lower, _mix((upper + 1) ^ seed), _mix(upper ^ seed)))
     second = _mix(first ^ 0x5BD1E995)
     return first + step * 0x6A09E667, second + step * 0x9E3779B9
 
@@ -106,8 +111,7 @@ def _fp32_to_bf16_stochastic(values, threshold):
 @triton.jit
 def _root8_units(code):
     """Magnitudes of codes, in units of the scale."""
-    square = (code * code).to(tl.float32)
-    square = tl.div_rn(square, tl.full(square.shape, 16129.0, tl.float32))
+    square = (code * code).to(tl.float32) * 6.200012e-05  # 127^-2 in float32, by which 127 is exactly 1
     return square * square
 
 
@@ -126,15 +130,20 @@ def _store_root8(rows, exists, threshold):
     magnitude = tl.abs(rows)
     finite = magnitude < float("inf")
     magnitude = tl.where(finite & exists, magnitude, 0.0)
-    scale = tl.max(magnitude, axis=1)
-    # Old releases of Triton divide with subnormal operands flushed to zero, and 0 / 0 is no code.
+    # Bits, since the hardware has a maximum of integers over a warp.
+    scale = tl.max(magnitude.to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
+    # One division for a block: those of elements would be what the kernel does most of the time. It is of numbers far
+    # from subnormal ones, and so is its result: old releases of Triton flush those to zero.
     lift = tl.where(scale < 8.673617379884035e-19, 18446744073709551616.0, 1.0)  # 2^-60 and 2^64
+    lift = tl.where(scale > 1152921504606846976.0, 5.421010862427522e-20, lift)  # 2^60 and 2^-64
     divisor = tl.where(scale > 0.0, scale * lift, 1.0)
-    quotient = tl.div_rn(magnitude * lift[:, None], tl.broadcast_to(divisor[:, None], magnitude.shape))
+    inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
+    quotient = magnitude * lift[:, None] * inverse[:, None]
     below = tl.minimum((tl.sqrt_rn(tl.sqrt_rn(quotient)) * 127.0).to(tl.int32), 126)
     low = _root8_units(below)
-    fraction = tl.div_rn(quotient - low, _root8_units(below + 1) - low)
-    above = (fraction * 65536.0 + 0.5).to(tl.int32) > 0xFFFF - (threshold >> 16).to(tl.int32)
+    step = _root8_units(below + 1) - low
+    parts = (0xFFFF - (threshold >> 16).to(tl.int32)).to(tl.float32) + 0.5
+    above = (quotient - low) * 65536.0 >= parts * step
     code = tl.where(above, below + 1, below)
     code = tl.where(rows < 0.0, -code, code)
     return tl.where(finite, code & 0xFF, 128).to(tl.uint8), scale

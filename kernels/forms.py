@@ -18,6 +18,7 @@ _FP16_SMALLEST = 2.0**-24  # smallest positive fp16 number
 
 _INFINITY = 0x7F800000  # bits of fp32
 _ROOT8_TOP = 127  # largest code; its value is the scale
+_ROOT8_INVERSE = 6.200012e-05  # of its square, in float32, by which it is exactly 1
 _ROOT8_NAN = 128
 _LOG8_TOP = 253  # largest code of a finite value
 _LOG8_INFINITY = 254
@@ -170,9 +171,7 @@ def _encode_fp16(rows: torch.Tensor, keep_nonzero: bool) -> tuple[torch.Tensor, 
 
 def _root8_units(code: torch.Tensor) -> torch.Tensor:
     """Magnitudes of non-negative codes, in units of the scale."""
-    square = (code * code).to(torch.float32)
-    # On a GPU, torch divides by a Python number by multiplying with its reciprocal, which rounds otherwise.
-    square = square / torch.full_like(square, _ROOT8_TOP**2)
+    square = (code * code).to(torch.float32) * _ROOT8_INVERSE
     return square * square
 
 
@@ -180,13 +179,16 @@ def _encode_root8(rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[t
     finite = torch.isfinite(rows)
     magnitude = torch.where(finite, rows.abs(), 0.0)
     scale = magnitude.amax(dim=1)
-    quotient = magnitude / torch.where(scale > 0, scale, 1.0)[:, None]
+    lift = torch.where(scale < 2.0**-60, 2.0**64, torch.where(scale > 2.0**60, 2.0**-64, 1.0))
+    divisor = torch.where(scale > 0, scale * lift, 1.0)
+    quotient = magnitude * lift[:, None] * (torch.ones_like(divisor) / divisor)[:, None]
     root = quotient.to(torch.float64).sqrt().to(torch.float32).to(torch.float64).sqrt().to(torch.float32)
     below = (root * float(_ROOT8_TOP)).to(torch.int32).clamp_(max=_ROOT8_TOP - 1)
     low = _root8_units(below)
-    fraction = (quotient - low) / (_root8_units(below + 1) - low)
+    step = _root8_units(below + 1) - low
     # In 2^16 parts, so that a decoded value is exactly its own code again, whatever the threshold.
-    code = below + ((fraction * 65536.0 + 0.5).to(torch.int32) > (_MASK32 - thresholds) >> 16)
+    parts = torch.as_tensor((_MASK32 - thresholds) >> 16).to(torch.float32) + 0.5
+    code = below + ((quotient - low) * 65536.0 >= parts * step)
     code = torch.where(rows < 0, -code, code)
     return torch.where(finite, code & 0xFF, _ROOT8_NAN).to(torch.uint8), scale
 

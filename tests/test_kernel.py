@@ -167,6 +167,7 @@ class World:
         self.setup = setup
         self.numels = list(numels)
         self.shift = GUARD + shift
+        self.skipped = 0  # elements of each parameter before its piece here
         self.random = torch.Generator().manual_seed(sum(numels))
         self.params = [self._random_bits(self.shift + numel + GUARD, setup.param_dtype) for numel in numels]
         self.grads = [self._random_bits(self.shift + numel + GUARD, setup.grad_dtype) for numel in numels]
@@ -249,7 +250,7 @@ class World:
                 self.state.narrow(self.starts[segment] + offset, numel),
                 scalars,
                 grad_scale=grad_scale,
-                counter=rounding_counter(segment, offset),
+                counter=rounding_counter(segment, self.skipped + offset),
             )
 
     def kernel_step(
@@ -264,7 +265,7 @@ class World:
         rows, programs = [], 0
         for segment, offset, numel in pieces:
             param, grad = self.param(segment)[offset:], self.grad(segment)[offset:]
-            counter = rounding_counter(segment, offset)
+            counter = rounding_counter(segment, self.skipped + offset)
             rows.append([programs, param.data_ptr(), grad.data_ptr(), self.starts[segment] + offset, numel, counter])
             programs += programs_of(numel)
         # Rows beyond the launch's own are another chunk's; this one must not be found.
@@ -582,6 +583,22 @@ def test_a_skipped_step_writes_the_master_of_a_float32_parameter(master: Form, d
     spoil_masters(actual)
     actual.kernel_step(scalars_of(setup, 2), actual.pieces(), signals(device, found_inf=1.0))
     assert_same_memory(actual, expected)
+
+
+# -- stochastic rounding ---------------------------------------------------------------------------------------------
+
+
+def test_random_numbers_of_parameters_beyond_2_to_the_32_elements(device: torch.device) -> None:
+    worlds = both(STOCHASTIC, (3 * 1024 + 1,), device, steps=1)
+    outcomes = []
+    for skipped in (0, 2**32 - 1024 - 128, 2**32):  # the lower half of the counter overflows within a block
+        actual, expected = (world.clone(torch.device(world.params[0].device)) for world in worlds)
+        actual.skipped = expected.skipped = skipped
+        actual.kernel_step(scalars_of(STOCHASTIC, 2), actual.pieces())
+        expected.reference_step(scalars_of(STOCHASTIC, 2), expected.pieces())
+        assert_same_memory(actual, expected)
+        outcomes.append(actual.buffers()["exp_avg"])
+    assert not torch.equal(outcomes[0], outcomes[2])
 
 
 # -- fast math -------------------------------------------------------------------------------------------------------
