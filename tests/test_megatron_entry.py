@@ -363,6 +363,7 @@ TRAIN_WITH_BRIDGE = dedent(
     config.offload_chunk_bytes = 4096
     config.offload_window_bytes = "auto"
     config.offload_transport = "copy"
+    config.offload_stochastic_rounding = True
     found, run = train(lambda model: provide_as_bridge_does(config, model))
     assert found == expected, (found, expected)
     [inner] = run.inners
@@ -370,6 +371,7 @@ TRAIN_WITH_BRIDGE = dedent(
     assert inner.offload.fraction == 1.0 and inner.offload.chunk_bytes == 4096
     assert inner.offload.window_bytes == "auto" and inner.is_attached
     assert inner.offload.transport == "copy"
+    assert inner.stochastic_rounding
     assert inner.numerics == "ieee"
 
     # What Bridge asks after a load: without this, weights from a checkpoint could be overwritten.

@@ -42,6 +42,7 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
         offload_transport: see ``transport`` of `OffloadConfig`.
         offload_window_bytes: see ``window_bytes`` of `OffloadConfig`: bytes, or ``"auto"``.
         offload_numerics: see ``numerics`` of `install`.
+        offload_stochastic_rounding: see ``stochastic_rounding`` of `install`.
     """
 
     optimizer_cpu_offload: bool = True
@@ -52,6 +53,7 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
     offload_transport: Literal["auto", "copy", "zero_copy"] = OffloadConfig.transport
     offload_window_bytes: int | Literal["auto"] = OffloadConfig.window_bytes
     offload_numerics: str | None = None
+    offload_stochastic_rounding: bool | None = None
 
     @classmethod
     def from_config(
@@ -122,4 +124,4 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
             transport=self.offload_transport,
             window_bytes=self.offload_window_bytes,
         )
-        install(offload, self.offload_numerics)
+        install(offload, self.offload_numerics, stochastic_rounding=self.offload_stochastic_rounding)

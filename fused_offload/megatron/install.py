@@ -23,6 +23,7 @@ from .options import (
     check_model,
     remember_remainders,
     restore_remainders,
+    rounds_stochastically,
     takes_hybrid_place,
     warn_if_nothing_moves,
 )
@@ -66,7 +67,11 @@ _installation: _Installation | None = None
 
 
 def install(
-    offload: OffloadConfig | None = None, numerics: str | None = None, *, log_interval: int | None = None
+    offload: OffloadConfig | None = None,
+    numerics: str | None = None,
+    *,
+    stochastic_rounding: bool | None = None,
+    log_interval: int | None = None,
 ) -> None:
     """Makes Megatron-Core build FusedOffloadAdam; call it before the optimizer is built.
 
@@ -79,12 +84,14 @@ def install(
         offload: chunks, depth and pinning. The fraction counts in the place of FusedAdam; in that of
             HybridDeviceOptimizer it is ``optimizer_offload_fraction``.
         numerics: ``"ieee"`` or ``"te"``; by default that of the place: ``"te"`` for FusedAdam, else ``"ieee"``.
+        stochastic_rounding: as for `FusedOffloadAdam`, for moments in bfloat16. By default what
+            FUSED_OFFLOAD_STOCHASTIC_ROUNDING says, and False where it is not set.
         log_interval: print what a step moved and cost on the first rank, once in so many steps (see
             ``last_step_report``). By default what FUSED_OFFLOAD_LOG_INTERVAL says, and nothing where it is not set.
 
     Raises:
-        TypeError: if ``offload`` is no OffloadConfig.
-        ValueError: for unknown numerics and a bad ``log_interval``.
+        TypeError: if ``offload`` is no OffloadConfig, or ``stochastic_rounding`` no bool.
+        ValueError: for unknown numerics, a bad ``log_interval``, and bad values of the variables.
         ModuleNotFoundError: if Megatron-Core is not installed.
     """
     global _installation
@@ -94,7 +101,9 @@ def install(
         raise ValueError(f"Invalid numerics: {numerics!r}, it should be 'ieee', 'te' or None")
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise ModuleNotFoundError("fused_offload.megatron needs Megatron-Core: pip install megatron-core")
-    settings = Settings(offload or OffloadConfig(), numerics, checked_interval(log_interval))
+    settings = Settings(
+        offload or OffloadConfig(), numerics, checked_interval(log_interval), rounds_stochastically(stochastic_rounding)
+    )
     if _installation is not None:
         _installation.settings = settings
         return
@@ -125,24 +134,34 @@ def is_installed() -> bool:
 
 @contextlib.contextmanager
 def installed(
-    offload: OffloadConfig | None = None, numerics: str | None = None, *, log_interval: int | None = None
+    offload: OffloadConfig | None = None,
+    numerics: str | None = None,
+    *,
+    stochastic_rounding: bool | None = None,
+    log_interval: int | None = None,
 ) -> Iterator[None]:
     """`install` for the duration of a ``with`` block, in which the optimizer is built.
 
     Args:
         offload: as for `install`.
         numerics: as for `install`.
+        stochastic_rounding: as for `install`.
         log_interval: as for `install`.
     """
     before = _installation.settings if _installation is not None else None
-    install(offload, numerics, log_interval=log_interval)
+    install(offload, numerics, stochastic_rounding=stochastic_rounding, log_interval=log_interval)
     try:
         yield
     finally:
         if before is None:
             uninstall()
         else:
-            install(before.offload, before.numerics, log_interval=before.log_interval)
+            install(
+                before.offload,
+                before.numerics,
+                stochastic_rounding=before.stochastic_rounding,
+                log_interval=before.log_interval,
+            )
 
 
 # -- places ------------------------------------------------------------------------------------------------------

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from fused_offload.arguments import check_modes
+from fused_offload.arguments import check_modes, check_rounding
 from fused_offload.config import OffloadConfig
 from fused_offload.dtensors import local_of
 from fused_offload.tensors import has_own_memory
 
 _OTHER_OFFLOADERS = ("chunked_optimizer_state_offload", "offload_optimizer_states")
 _REQUESTED = "_fused_offload_store_param_remainders"
+ROUNDING_VARIABLE = "FUSED_OFFLOAD_STOCHASTIC_ROUNDING"
+"""Environment variable that stands in for an argument of `install`, where its call cannot be changed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,7 @@ class AdamOptions:
         use_decoupled_grad: whether gradients come in ``decoupled_grad``.
         store_param_remainders: whether masters of bfloat16 parameters are kept as 16-bit remainders.
         numerics: ``"ieee"`` or ``"te"``.
+        stochastic_rounding: whether bfloat16 moments are rounded stochastically.
         offload: what lives in host memory and how it moves.
     """
 
@@ -42,6 +46,7 @@ class AdamOptions:
     use_decoupled_grad: bool = False
     store_param_remainders: bool = False
     numerics: str = "ieee"
+    stochastic_rounding: bool = False
     offload: OffloadConfig = OffloadConfig()  # noqa: RUF009 - immutable
 
     def arguments(self) -> dict[str, Any]:
@@ -64,7 +69,26 @@ def takes_hybrid_place(config: Any) -> bool:
     return bool(config.optimizer_cpu_offload) and config.optimizer == "adam"
 
 
-def options_of(config: Any, offload: OffloadConfig, numerics: str) -> AdamOptions:
+def rounds_stochastically(given: bool | None) -> bool:
+    """Whether bfloat16 moments are rounded stochastically.
+
+    Args:
+        given: what `install` was given; None goes by the environment.
+
+    Raises:
+        TypeError: for what is no bool.
+        ValueError: for another value of the variable than 0 and 1.
+    """
+    if given is not None:
+        check_rounding(given, 0)
+        return given
+    value = os.environ.get(ROUNDING_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"Invalid {ROUNDING_VARIABLE}: {value!r}, it should be '1' to round stochastically, or '0'")
+    return value == "1"
+
+
+def options_of(config: Any, offload: OffloadConfig, numerics: str, *, stochastic_rounding: bool = False) -> AdamOptions:
     """Options for the place of HybridDeviceOptimizer.
 
     Args:
@@ -72,6 +96,7 @@ def options_of(config: Any, offload: OffloadConfig, numerics: str) -> AdamOption
         offload: chunks, depth and pinning; the fraction is Megatron's ``optimizer_offload_fraction``, and its
             ``pin_cpu_params`` can switch pinning off.
         numerics: ``"ieee"`` or ``"te"``.
+        stochastic_rounding: whether bfloat16 moments are rounded stochastically.
     """
     owns_masters = bool(config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
     return AdamOptions(
@@ -83,6 +108,7 @@ def options_of(config: Any, offload: OffloadConfig, numerics: str) -> AdamOption
         use_decoupled_grad=owns_masters,
         store_param_remainders=owns_masters and bool(config.store_param_remainders),
         numerics=numerics,
+        stochastic_rounding=stochastic_rounding,
         offload=dataclasses.replace(
             offload,
             fraction=float(config.optimizer_offload_fraction),

@@ -23,11 +23,13 @@ class Settings(NamedTuple):
         offload: how state moves, and in the place of FusedAdam also which share of it.
         numerics: ``"ieee"``, ``"te"``, or None for what each place has by default.
         log_interval: steps between two printed reports, or None.
+        stochastic_rounding: as for `FusedOffloadAdam`.
     """
 
     offload: OffloadConfig
     numerics: str | None
     log_interval: int | None = None
+    stochastic_rounding: bool = False
 
 
 class _Build(NamedTuple):
@@ -133,7 +135,12 @@ class HybridPlaceAdam(MegatronAdam):
     ) -> None:
         build = _current.get()
         if options is None and build is not None:
-            options = options_of(build.config, build.settings.offload, build.settings.numerics or "ieee")
+            options = options_of(
+                build.config,
+                build.settings.offload,
+                build.settings.numerics or "ieee",
+                stochastic_rounding=build.settings.stochastic_rounding,
+            )
         if options is None:
             options = AdamOptions(
                 adam_w_mode=cpu_optimizer_cls is None or issubclass(cpu_optimizer_cls, torch.optim.AdamW),
@@ -170,4 +177,5 @@ class FusedAdamPlaceAdam(MegatronAdam):
         settings = build.settings if build is not None else Settings(OffloadConfig(), None)
         kwargs.setdefault("numerics", settings.numerics or "te")
         kwargs.setdefault("offload", settings.offload)
+        kwargs.setdefault("stochastic_rounding", settings.stochastic_rounding)
         super().__init__(*args, **kwargs)

@@ -28,6 +28,7 @@ MODULES = (
     "scenarios_reload",
     "scenarios_skips",
     "scenarios_fp8",
+    "scenarios_rounding",
 )
 _PATIENCE = timedelta(seconds=60)
 """How long a rank waits for the other one, which may be compiling, importing or writing a checkpoint."""
