@@ -17,6 +17,7 @@ _HERE = Path(__file__).resolve().parent
 if str(_HERE) not in sys.path:
     sys.path.append(str(_HERE))
 
+from quality_table import quality_lines  # noqa: E402
 from table import Record, machine_lines, markdown, number, report  # noqa: E402
 
 RESULTS = _HERE / "results"
@@ -84,6 +85,8 @@ class Results:
                 yield from _large_lines(self.record)
             elif "together" in self.record:
                 yield from _together_lines(self.record["together"])
+            elif "runs" in self.record:
+                yield from quality_lines(self.record["runs"])
             else:
                 yield from _loop_lines(self.loop) if self.loop else _megatron_lines(self.record)
 

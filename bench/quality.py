@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from machine import machine_facts
+from quality_table import quality_lines
 from torch import nn
 from train_loop import Gpt
 
@@ -41,8 +42,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "uint8-fp32": {"exp_avg_dtype": torch.uint8},
     "fp32-uint8": {"exp_avg_sq_dtype": torch.uint8},
 }
-ALLOWED = {"uint8": 0.003, "bf16": 0.001}
-"""How much worse than float32 a form's held-out loss may be, unless the seeds differ by more."""
 _BYTES = 256  # tokens of single bytes
 _WORD = re.compile(rb"\w+|[^\w\s]+|\s+")
 
@@ -227,26 +226,6 @@ def train(form: str, seed: int, text: Text, size: Size, options: argparse.Namesp
     return run
 
 
-def show(runs: list[dict[str, Any]]) -> None:
-    """Prints all runs beside those in float32 with the same seed, in Markdown."""
-    settings = ("beta2", "eps", "size")
-    print("\n| form | beta2 | eps | seed | bytes | held-out loss | over float32 | allowed |")
-    print("|---|---|---|---|---|---|---|---|")
-    for run in sorted(runs, key=lambda run: (run["beta2"], run["eps"], list(FORMS).index(run["form"]), run["seed"])):
-        base = {
-            other["seed"]: other["held_out"]
-            for other in runs
-            if other["form"] == "fp32" and all(other[key] == run[key] for key in settings)
-        }
-        gap = max(base.values()) / min(base.values()) - 1 if len(base) > 1 else 0.0
-        over = f"{100 * (run['held_out'] / base[run['seed']] - 1):+.2f} %" if run["seed"] in base else ""
-        allowed = f"{100 * max(ALLOWED[run['form']], gap):.2f} %" if run["form"] in ALLOWED else ""
-        print(
-            f"| {run['form']} | {run['beta2']} | {run['eps']:g} | {run['seed']} | {run['state_bytes']:.2f} "
-            f"| {run['held_out']:.4f} | {over} | {allowed} |"
-        )
-
-
 def main() -> None:
     """Trains what was asked for, writes and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -276,7 +255,7 @@ def main() -> None:
             if options.results is not None:
                 record["machine"] = machine_facts()
                 options.results.write_text(json.dumps(record, indent=1) + "\n")
-    show(record["runs"])
+    print("", *quality_lines(record["runs"]), sep="\n")
 
 
 if __name__ == "__main__":
