@@ -5,6 +5,7 @@ Real quantised classes are TransformerEngine's, which needs a GPU to be imported
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -95,6 +96,15 @@ def test_class_of_a_bad_dtype_is_named() -> None:
         FusedOffloadAdam([Params4bit(torch.zeros(4, dtype=torch.uint8), requires_grad=False)])
 
 
+def test_shards_of_such_a_class_are_refused() -> None:
+    class Sharded(torch.Tensor):  # has of a DTensor what it is told by
+        _local_tensor = quantized()
+        _spec = SimpleNamespace(placements=())
+
+    with pytest.raises(TypeError, match="Parameter 0 of parameter group 0 is a Quantized"):
+        FusedOffloadAdam([Sharded(torch.zeros(4, 8))])
+
+
 def test_gradients_are_refused_too() -> None:
     optimizer, param = running()
     optimizer.use_decoupled_grad = True
@@ -137,6 +147,8 @@ def te_param(te: Any, name: str) -> Any:
     torch.manual_seed(1)
     with te.quantized_model_init(enabled=True, recipe=getattr(recipe, RECIPES[name])()):
         linear = te.Linear(512, 256, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    if name == "Float8Tensor":
+        linear.weight._quantizer.scale.fill_(37.0)  # what the next cast multiplies by
     return linear.weight
 
 

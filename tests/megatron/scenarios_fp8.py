@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from job import Job, JobSpec, build_model, build_optimizer, replaced, te_branches
+from checkpoints import FORMATS
+from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, build_model, build_optimizer, replaced, te_branches
 from registry import Context, Phase, scenario
 
 ITERATIONS = 4
@@ -105,6 +106,39 @@ def _train(context: Context) -> dict[str, Any]:
     return results
 
 
+def _optimizer_state(job: Job, kind: str, *, is_loading: bool) -> dict[str, Any]:
+    metadata = {"distrib_optim_sharding_type": kind, "chained_optim_avoid_prefix": True}
+    weights = job.model.module.sharded_state_dict()
+    return {"optimizer": job.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)}
+
+
+def _resume(context: Context) -> dict[str, Any]:
+    """Two runs that go on alike: one that saved, one that loaded. Weights travel from model to model."""
+    from megatron.core import dist_checkpointing
+
+    results = {}
+    for kind in FORMATS[:2]:
+        directory = context.directory / f"quantised, {kind}"
+        with quantised_models():
+            spec = JobSpec(layout=Layout(bucket_size=SEVERAL_BUCKETS), lr=1e-3, config=_MEGATRONS_MASTERS)
+            job, other = Job(spec), Job(spec._replace(seed=2))
+            job.train(2)
+            if job.rank == 0:
+                directory.mkdir()
+            torch.distributed.barrier()
+            dist_checkpointing.save(_optimizer_state(job, kind, is_loading=False), str(directory))
+            torch.distributed.barrier()
+            loaded = dist_checkpointing.load(_optimizer_state(other, kind, is_loading=True), str(directory))
+            other.optimizer.load_state_dict(loaded["optimizer"])
+            for param, source in zip(other.model.parameters(), job.model.parameters(), strict=True):
+                memory, values = (p._data if isinstance(p, QuantisedLike) else p.data for p in (param, source))
+                memory.copy_(values)
+            other.scheduler.load_state_dict(job.scheduler.state_dict())
+            other.iteration = job.iteration
+            results[kind] = [{"log": run.train(2), **run.snapshot()} for run in (job, other)]
+    return results
+
+
 def _refused(context: Context) -> dict[str, str]:
     """Where the masters are the optimizer's, by who would write the parameters; and who is given them."""
     messages = {}
@@ -135,5 +169,6 @@ def _left_in_groups(context: Context) -> list[str]:
 
 
 scenario("quantised parameters train", _train, (Phase.TWO_RANKS,))
+scenario("quantised parameters resumed", _resume, (Phase.TWO_RANKS,))
 scenario("quantised parameters refused", _refused, (Phase.ONE_RANK,))
 scenario("quantised parameters left", _left_in_groups, (Phase.ONE_RANK,))

@@ -15,6 +15,7 @@ from typing import Any
 import fp8_job
 import pytest
 import torch
+from checkpoints import FORMATS
 from comparison import assert_same, whole_state
 from registry import Phase, Results
 from scenarios_fp8 import quantised
@@ -35,6 +36,13 @@ def test_masters_of_megatron_are_stepped_and_parameters_quantised_from_them(resu
             master, by_adamw[name]["master_param"], rtol=0, atol=3e-4
         )  # of 2e-3 that the steps moved it
         assert not torch.equal(quantised(master).view(torch.float8_e4m3fn).float(), master)
+
+
+@pytest.mark.parametrize("kind", FORMATS[:2])
+def test_a_resumed_run_goes_on_as_the_one_that_saved(results: Results, kind: str) -> None:
+    for rank, run in enumerate(results.ranks("quantised parameters resumed", Phase.TWO_RANKS)):
+        saved, resumed = run[kind]
+        assert_same(resumed, saved, f"rank {rank}")
 
 
 @pytest.mark.parametrize("place", ["hybrid place", "FusedAdam's place"])
