@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, OffloadConfig
+from .config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, MIB, OffloadConfig
 from .tuning.sizes import MEGATRON_SIZES
-from .tuning.terms import DEFAULT_LINK_GBPS, DEFAULT_TUNING_SECONDS, DTYPES, MASTERS, MOMENT_DTYPES
+from .tuning.terms import DEFAULT_LINK_GBPS, DEFAULT_TUNING_SECONDS, DTYPES, MASTERS, MOMENT_DTYPES, MOST_PARAMS
 
 _PLAN_EXAMPLES = """\
-GB = 1e9 bytes, MiB = 2^20 bytes. Examples:
-  fused-offload plan --params 13e9 --gpu-memory 80 --host-memory 512
+GB = 1e9 bytes, GiB = 2^30, MiB = 2^20. Counts may end in K, M, B or T, bytes in any of kB, MB, GB, TB, KiB, MiB, GiB,
+TiB. Exit codes: 0 planned, also what does not fit (the table and the JSON say so), 2 it cannot be. Examples:
+  fused-offload plan --params 13B --gpu-memory 80 --host-memory 128GiB --other-gpu 12
   fused-offload plan --config config.json --master remainder --moments bf16 --data-parallel 8 --ranks-per-node 8
   fused-offload plan --layers 32 --hidden 4096 --ffn 14336 --heads 32 --kv-heads 8 --vocab 128256 --json
 """
@@ -32,7 +35,17 @@ GB = 1e9 bytes, MiB = 2^20 bytes. Exit codes: 0 done, 2 it cannot be measured. E
   fused-offload tune
   fused-offload tune --device 1 --json --plot tuning.png > tuning.json
 """
+_COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
+_BYTES = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_GB = {unit: factor / 1e9 for unit, factor in _BYTES.items()} | {"": 1}
+_MOST_GB = 1e6
+"""No machine has more; who asks for it gave bytes."""
 _SIZE_HELP = {
+    "layers": "decoder layers",
+    "hidden": "width of the model",
+    "heads": "attention heads",
+    "vocab": "rows of the embedding",
     "ffn": "width of the MLP, and of each expert",
     "kv-heads": "default: --heads",
     "head-dim": "default: --hidden / --heads",
@@ -41,11 +54,15 @@ _SIZE_HELP = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports errors in one line."""
+    """Reports errors in one line, and takes no abbreviated options: a new option could change what they mean."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As `argparse.ArgumentParser`."""
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -60,10 +77,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _build_parser()
     options = parser.parse_args(arguments)
     try:
-        return _run(options)
-    except ValueError as error:
+        code = _run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError) as error:
         print(f"fused-offload {options.command}: error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print(f"fused-offload {options.command}: interrupted", file=sys.stderr)
+        return 130
+    return code
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -106,25 +131,43 @@ def _add_plan(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = plan.add_argument_group("model: one of --params, --config, or Megatron's sizes")
-    model.add_argument("--params", type=_positive, metavar="N", help="parameters of the whole model, such as 13e9")
+    model.add_argument("--params", type=_count, metavar="N", help="of the whole model, such as 13e9 or 13B")
     model.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json on this machine")
     for name in (*MEGATRON_SIZES, "kv-heads", "head-dim", "experts"):
         model.add_argument(f"--{name}", type=_positive_int, metavar="N", help=_SIZE_HELP.get(name))
     model.add_argument("--tied", action="store_true", help="the output layer is the embedding")
     model.add_argument("--no-gated", action="store_true", help="MLPs of two matrices instead of SwiGLU's three")
     forms = plan.add_argument_group("dtypes")
-    forms.add_argument("--param-dtype", choices=DTYPES, default="bf16")
-    forms.add_argument("--grad-dtype", choices=DTYPES, default="bf16")
+    forms.add_argument("--param-dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
+    forms.add_argument("--grad-dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
     forms.add_argument("--master", choices=MASTERS, help="default: fp32, and none for fp32 parameters")
-    forms.add_argument("--moments", choices=MOMENT_DTYPES, default="fp32", help="stored dtype of both moments")
+    forms.add_argument(
+        "--moments", choices=MOMENT_DTYPES, default="fp32", help="stored dtype of both moments; default: %(default)s"
+    )
     ranks = plan.add_argument_group("ranks")
-    ranks.add_argument("--data-parallel", type=_positive_int, default=1, metavar="N", help="ranks that share the state")
-    ranks.add_argument("--model-parallel", type=_positive_int, default=1, metavar="N", help="tensor x pipeline ranks")
+    ranks.add_argument(
+        "--data-parallel", type=_positive_int, default=1, metavar="N", help="ranks that share the state; default: 1"
+    )
+    ranks.add_argument(
+        "--model-parallel", type=_positive_int, default=1, metavar="N", help="tensor x pipeline ranks; default: 1"
+    )
     ranks.add_argument("--shard-params", action="store_true", help="FSDP: parameters and gradients are shared as well")
-    ranks.add_argument("--ranks-per-node", type=_positive_int, default=1, metavar="N", help="default: 1")
+    ranks.add_argument(
+        "--ranks-per-node",
+        type=_positive_int,
+        default=1,
+        metavar="N",
+        help="with state in one host's memory; default: 1",
+    )
     defaults = OffloadConfig()
     offload = plan.add_argument_group("offload, as in OffloadConfig")
-    offload.add_argument("--fraction", type=float, default=defaults.fraction, help="offloaded share of the state")
+    offload.add_argument(
+        "--fraction",
+        type=_number,
+        default=defaults.fraction,
+        metavar="SHARE",
+        help="offloaded share of the state, 0 to 1; default: %(default)g",
+    )
     offload.add_argument(
         "--window-bytes",
         type=_window,
@@ -137,17 +180,19 @@ def _add_plan(commands: Any) -> None:
     )
     offload.add_argument(
         "--chunk-bytes",
-        type=_positive_int,
+        type=_chunk,
         metavar="BYTES",
-        help=f"default: what tune chose on this machine, or {DEFAULT_CHUNK_BYTES}",
+        help=f"such as 24MiB; default: what tune chose on this machine, or {DEFAULT_CHUNK_BYTES // MIB}MiB",
     )
     offload.add_argument(
         "--depth", type=_positive_int, metavar="N", help=f"default: what tune chose on this machine, or {DEFAULT_DEPTH}"
     )
     machine = plan.add_argument_group("machine")
-    machine.add_argument("--gpu-memory", type=_positive, metavar="GB", help="of one GPU")
-    machine.add_argument("--host-memory", type=_positive, metavar="GB", help="of one node, what training may take")
-    machine.add_argument("--other-gpu", type=_not_negative, default=0.0, metavar="GB", help="activations and others")
+    machine.add_argument("--gpu-memory", type=_positive_gb, metavar="GB", help="of one GPU, such as 80 or 79GiB")
+    machine.add_argument("--host-memory", type=_positive_gb, metavar="GB", help="of one node, what training may take")
+    machine.add_argument(
+        "--other-gpu", type=_gb, default=0.0, metavar="GB", help="activations, CUDA context and others; default: 0"
+    )
     machine.add_argument(
         "--link-gbps",
         type=_positive,
@@ -192,17 +237,64 @@ def _number(text: str) -> float:
         value = float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 <= value < 1e18:
+    if not 0 <= value < MOST_PARAMS:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1e18")
     return value
 
 
-def _not_negative(text: str) -> float:
-    return _number(text)
+def _with_unit(text: str, units: Mapping[str, float], example: str) -> float:
+    """A number times its unit.
+
+    Args:
+        text: digits, and perhaps a unit, in any case.
+        units: factors by unit in lower case; that of "" is of plain numbers.
+        example: what would be right.
+    """
+    match = re.fullmatch(r"(.*?)\s*([A-Za-z]*)", text.strip(), re.DOTALL)
+    digits, unit = match.groups() if match else ("", "")
+    try:
+        value = float(digits) * units[unit.lower()]
+        return _number(repr(float(round(value)) if abs(value - round(value)) < 1e-6 * value else value))
+    except (ValueError, KeyError, OverflowError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of at least 0 and below 1e18, such as {example}"
+        ) from None
+
+
+def _count(text: str) -> float:
+    value = _with_unit(text, _COUNTS, "13e9 or 13B")
+    if value < 1 or not value.is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1, such as 13e9 or 13B")
+    return value
+
+
+def _gb(text: str) -> float:
+    value = _with_unit(text, _GB, "80, 80GB or 80GiB")
+    if value > _MOST_GB:
+        raise argparse.ArgumentTypeError(f"{text!r} is {value:g} GB; plain numbers are GB: 80, 80GB, 80GiB")
+    return value
+
+
+def _positive_gb(text: str) -> float:
+    return _larger_than_0(_gb(text))
+
+
+def _chunk(text: str) -> int:
+    return int(_larger_than_0(_whole_bytes(text)))
+
+
+def _whole_bytes(text: str) -> float:
+    value = _with_unit(text, _BYTES, "50331648 or 48MiB")
+    if not value.is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of bytes")
+    return value
 
 
 def _positive(text: str) -> float:
-    value = _number(text)
+    return _larger_than_0(_number(text))
+
+
+def _larger_than_0(value: float) -> float:
     if not value:
         raise argparse.ArgumentTypeError("it should be larger than 0")
     return value
@@ -212,7 +304,7 @@ def _window(text: str) -> int | str:
     if text == "auto":
         return "auto"
     try:
-        return int(_number(text))
+        return int(_whole_bytes(text))
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
 

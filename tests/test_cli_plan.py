@@ -72,6 +72,9 @@ PUBLISHED = [
 ]
 
 
+DECODER = ["--layers", "2", "--hidden", "8", "--ffn", "16", "--vocab", "100"]
+
+
 def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     assert main(["plan", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -288,8 +291,21 @@ def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--params", "nan"], "is not a number"),
         (["plan", "--params", "1e9", "--depth", "1.5"], "whole number"),
         (["plan", "--params", "1e9", "--fraction", "2"], "Invalid fraction"),
-        (["plan", "--params", "1e9", "--window-bytes", "much"], "'much' is not a number, nor auto"),
+        (["plan", "--params", "1e9", "--fraction", "half"], "'half' is not a number"),
+        (["plan", "--params", "1e9", "--window-bytes", "much"], "or 48MiB, nor auto"),
         (["plan", "--params", "1e9", "--window-bytes", "-1"], "at least 0"),
+        (["plan", "--params", "13X"], "such as 13e9 or 13B"),
+        (["plan", "--params", "0.5"], "whole number of at least 1"),
+        (["plan", "--params", "1e9", "--gpu-memory", "80e9"], "plain numbers are GB"),
+        (["plan", "--params", "1e9", "--gpu-memory", "80 cores"], "80GiB"),
+        (["plan", "--params", "1e9", "--host-memory", "0GB"], "larger than 0"),
+        (["plan", "--params", "1e9", "--chunk-bytes", "1.5"], "whole number of bytes"),
+        (["plan", "--params", "1e9", "--gpu-mem", "80"], "unrecognized arguments: --gpu-mem"),
+        (["plan", "--params", "1e9", "--tied"], "not also by --tied"),
+        (["plan", "--config", "x.json", "--kv-heads", "8"], "not also by --kv-heads"),
+        (["plan", *DECODER, "--heads", "3"], "not a multiple of 3 heads"),
+        (["plan", *DECODER, "--heads", "4", "--kv-heads", "3"], "evenly"),
+        (["plan", *DECODER, "--heads", "4", "--layers", "1e17"], "beyond what can be planned"),
         (["plan", "--params", "1e9", "--master", "remainder", "--param-dtype", "fp16"], "remainder needs bf16"),
         (["plan", "--config", "missing.json"], "cannot be read"),
         (["sweep"], "invalid choice"),
@@ -313,7 +329,10 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list
     [
         ('{"model_type": "mamba"}', "--params"),
         ('{"model_type": "llama", "hidden_size": 8}', "lacks num_hidden_layers"),
-        ('{"model_type": "gpt2", "n_embd": "a", "n_layer": 1, "vocab_size": 3}', "whole numbers"),
+        ('{"model_type": "gpt2", "n_embd": "a", "n_layer": 1, "vocab_size": 3}', "n_embd is 'a', it should be a whole"),
+        ('{"model_type": "gpt2", "n_embd": -4, "n_layer": 1, "vocab_size": 3}', "n_embd is -4"),
+        ('{"model_type": "gpt2", "n_embd": 4, "n_layer": 100000000, "vocab_size": 3}', "n_layer is 100000000"),
+        ("[" * 100_000, "not JSON"),
         ("[]", "JSON object"),
         ("{", "not JSON"),
     ],
@@ -325,6 +344,70 @@ def test_configurations_that_cannot_be_counted(
     path.write_text(text)
     assert main(["plan", "--config", str(path)]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": 8.5}, "hidden_size is 8.5"),
+        ({"hidden_size": True}, "hidden_size is True"),
+        ({"hidden_size": 1e400}, "hidden_size is inf"),
+        ({"hidden_size": 10**23}, "hidden_size is 100000000000000000000000"),
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"num_hidden_layers": 10**11}, "num_hidden_layers is 100000000000"),
+        ({"num_attention_heads": 33}, "4096 is not a multiple of 33 heads"),
+        ({"num_key_value_heads": 5}, "32 heads cannot share 5"),
+        ({"num_experts": -1}, "num_experts is -1"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
+        ({"mlp_only_layers": 5}, "mlp_only_layers is 5"),
+        ({"mlp_only_layers": ["a"]}, "mlp_only_layers is ['a']"),
+    ],
+)
+def test_sizes_that_no_model_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], words: str
+) -> None:
+    path = tmp_path / "config.json"
+    config = {**LLAMA3_8B, "model_type": "qwen3_moe", "moe_intermediate_size": 768, "num_experts": 4}
+    path.write_text(json.dumps(config))
+    assert main(["plan", "--config", str(path)]) == 0
+    capsys.readouterr()
+    path.write_text(json.dumps({**config, **change}))
+    assert main(["plan", "--config", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert str(path) in captured.err
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_units(capsys: pytest.CaptureFixture[str]) -> None:
+    in_words = plan(
+        *(capsys, "--params", "8.03B", "--gpu-memory", "79GiB", "--host-memory", "0.5 TB", "--other-gpu", "500MB"),
+        *("--window-bytes", "2GiB", "--chunk-bytes", "24MiB"),
+    )
+    in_numbers = plan(
+        *(capsys, "--params", "8.03e9", "--gpu-memory", str(79 * 2**30 / 1e9), "--host-memory", "500"),
+        *("--other-gpu", "0.5", "--window-bytes", str(2**31), "--chunk-bytes", str(24 * 2**20)),
+    )
+    assert in_words == in_numbers
+    assert in_words["param_numel"] == 8_030_000_000
+    assert in_words["gpu_bytes"]["window"] == 2**31
+    assert plan(capsys, "--params", "125m")["param_numel"] == 125_000_000
+
+
+def test_few_parameters_are_not_rounded_away(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--params", "13"]) == 0
+    assert "13 parameters" in capsys.readouterr().out
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    program = "from fused_offload.cli import main; import sys; sys.exit(main(['plan', '--params', '1e9']))"
+    run = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    run.stdout.close()
+    _, errors = run.communicate(timeout=60)
+    assert run.returncode == 1
+    assert errors == ""
 
 
 @pytest.mark.parametrize(

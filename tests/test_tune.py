@@ -403,6 +403,7 @@ def test_tune_draws(measured: Path, tmp_path: Path) -> None:
         (["--device", "0.5"], "whole number"),
         (["--seconds", "0"], "larger than 0"),
         (["--plot", "/nowhere/at/all.png"], "there is no folder"),
+        (["--plot", "/tmp/all.xyz"], ".png"),
     ],
 )
 def test_tune_refuses_before_it_measures(
@@ -419,6 +420,44 @@ def test_tune_refuses_before_it_measures(
     assert words in captured.err
     assert captured.out == ""
     assert list(measured.iterdir()) == []
+
+
+def test_tune_checks_where_the_profile_is_kept(
+    measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = measured / "file"
+    file.touch()
+    monkeypatch.setenv(profiles.FOLDER_VARIABLE, str(file / "folder"))
+    assert main(["tune"]) == 2
+    captured = capsys.readouterr()
+    assert f"profiles cannot be kept in {file / 'folder'}" in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert main(["tune", "--no-save"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (OSError(28, "No space left on device"), 2, "No space left"),
+        (RuntimeError("out of memory"), 2, "out of memory"),
+    ],
+)
+@pytest.mark.usefixtures("measured")
+def test_tune_ends_in_one_line(
+    error: BaseException, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("fused_offload.tuning.measure.tune", fail)
+    assert main(["tune"]) == code
+    captured = capsys.readouterr()
+    assert f"fused-offload tune: {'error: ' if code == 2 else ''}" in captured.err
+    assert words in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
 
 
 def test_tune_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,17 +15,28 @@ from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, MIB, Offloa
 from fused_offload.profiles import Choice, Found, Profile
 
 from .budget import Memory, StepTime, Training, largest_model, memory_of, profile_step_time, step_time
-from .sizes import MEGATRON_SIZES, Decoder, count_config
-from .terms import DEFAULT_LINK_GBPS
+from .sizes import MEGATRON_SIZES, Decoder, count_config, head_dim_of
+from .terms import DEFAULT_LINK_GBPS, MOST_PARAMS
 
 
 def _param_numel(options: argparse.Namespace) -> int:
-    sizes = [name for name in (*MEGATRON_SIZES, "kv_heads", "head_dim", "experts") if getattr(options, name)]
+    numel = _count(options)
+    if numel >= MOST_PARAMS:
+        raise ValueError(f"a model of {numel:.3g} parameters is beyond what can be planned, {MOST_PARAMS:g}")
+    return numel
+
+
+def _count(options: argparse.Namespace) -> int:
+    names = (*MEGATRON_SIZES, "kv_heads", "head_dim", "experts", "tied", "no_gated")
+    sizes = [name for name in names if getattr(options, name)]
     ways = [options.params is not None, options.config is not None, bool(sizes)]
     if sum(ways) != 1:
-        raise ValueError("give the model by one of --params, --config, or --layers, --hidden, --ffn, --heads, --vocab")
+        given = f", not also by --{', --'.join(sizes).replace('_', '-')}" if sizes else ""
+        raise ValueError(
+            f"give the model by one of --params, --config, or --layers, --hidden, --ffn, --heads, --vocab{given}"
+        )
     if options.params is not None:
-        return max(1, int(options.params))
+        return int(options.params)
     if options.config is not None:
         return count_config(options.config)
     missing = [f"--{name}" for name in MEGATRON_SIZES if name not in sizes]
@@ -37,7 +48,7 @@ def _param_numel(options: argparse.Namespace) -> int:
         ffn=options.ffn,
         heads=options.heads,
         kv_heads=options.kv_heads or options.heads,
-        head_dim=options.head_dim or options.hidden // options.heads,
+        head_dim=options.head_dim or head_dim_of(options.hidden, options.heads),
         vocab=options.vocab,
         tied=options.tied,
         gated=not options.no_gated,
@@ -185,7 +196,9 @@ def _ring_label(training: Training) -> str:
 
 def _show_plan(report: dict[str, Any], training: Training) -> None:
     console = Console()
-    table = Table(title=f"{report['param_numel'] / 1e9:.3f} billion parameters", title_justify="left")
+    numel = report["param_numel"]
+    title = f"{numel / 1e9:.3f} billion parameters" if numel >= 10**7 else f"{numel:,} parameters"
+    table = Table(title=title, title_justify="left")
     table.add_column("")
     table.add_column("bytes or time", justify="right")
     table.add_column("fits")

@@ -51,6 +51,12 @@ class Decoder:
     dense_ffn: int = 0
     shared_ffn: int = 0
 
+    def __post_init__(self) -> None:
+        if self.head_dim < 1:
+            raise ValueError(f"a width of {self.hidden} is too small for {self.heads} heads")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} heads of keys and values evenly")
+
     def param_numel(self) -> int:
         """Parameters in all, those that two layers share once."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
@@ -79,6 +85,8 @@ class Decoder:
 MEGATRON_SIZES = ("layers", "hidden", "ffn", "heads", "vocab")
 """Sizes that describe a `Decoder` on the command line; the others have defaults."""
 
+_MOST_LAYERS = 10**5
+
 LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Values of ``model_type`` that are counted as a `Decoder`."""
 
@@ -96,7 +104,7 @@ def count_config(path: Path) -> int:
         config = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a Hugging Face configuration: it should be a JSON object")
@@ -108,41 +116,59 @@ def count_config(path: Path) -> int:
             return _decoder(config).param_numel()
     except KeyError as error:
         raise ValueError(f"{path} lacks {error.args[0]}, so its parameters cannot be counted; use --params") from error
-    except (TypeError, ZeroDivisionError) as error:
-        raise ValueError(f"{path} has sizes that are not whole numbers of at least 1; use --params") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; correct it, or use --params") from error
     known = ", ".join(("gpt2", *LLAMA_LIKE))
     raise ValueError(f"{path}: model_type {kind!r} is not known (known: {known}); give the count with --params")
 
 
+def _whole(config: Mapping[str, Any], key: str, *default: int, least: int = 1, most: int = 10**9) -> int:
+    """A size; the default, if there is one, where the key is missing or null. Without default a missing key raises."""
+    value = config[key] if not default else config.get(key)
+    if value is None and default:
+        return default[0]
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{key} is {value!r}, it should be a whole number from {least} to {most:,}")
+    return value
+
+
+def head_dim_of(hidden: int, heads: int) -> int:
+    """What a head's width is where nobody says."""
+    if hidden % heads:
+        raise ValueError(f"a width of {hidden} is not a multiple of {heads} heads, and no width of a head is given")
+    return hidden // heads
+
+
 def _count_gpt2(config: Mapping[str, Any]) -> int:
-    hidden, layers = config["n_embd"], config["n_layer"]
-    ffn = config.get("n_inner") or 4 * hidden
+    hidden, layers = _whole(config, "n_embd"), _whole(config, "n_layer", most=_MOST_LAYERS)
+    ffn = _whole(config, "n_inner", 4 * hidden)
     attention = 4 * hidden * hidden + 4 * hidden
     mlp = 2 * hidden * ffn + ffn + hidden
-    vocab, positions = config["vocab_size"], config.get("n_positions", 1024)
+    vocab, positions = _whole(config, "vocab_size"), _whole(config, "n_positions", 1024)
     tables = vocab * hidden * (1 if config.get("tie_word_embeddings", True) else 2) + positions * hidden
     return int(tables + layers * (attention + mlp + 4 * hidden) + 2 * hidden)
 
 
 def _decoder(config: Mapping[str, Any]) -> Decoder:
-    kind, layers = config["model_type"], config["num_hidden_layers"]
-    heads = config["num_attention_heads"]
+    kind, layers = config["model_type"], _whole(config, "num_hidden_layers", most=_MOST_LAYERS)
+    hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
     attention_bias = bool(config.get("attention_bias", False))
-    experts = {
-        "mixtral": config.get("num_local_experts", 8),
-        "qwen2_moe": config.get("num_experts", 60),
-        "qwen3_moe": config.get("num_experts", 128),
-    }.get(kind, 0)
-    ffn = config["intermediate_size"]
+    experts_of = {
+        "mixtral": ("num_local_experts", 8),
+        "qwen2_moe": ("num_experts", 60),
+        "qwen3_moe": ("num_experts", 128),
+    }
+    experts = _whole(config, *experts_of[kind], least=0) if kind in experts_of else 0
+    ffn = _whole(config, "intermediate_size")
     dense_layers = _dense_layers(config) if kind in ("qwen2_moe", "qwen3_moe") else 0
     return Decoder(
         layers=layers,
-        hidden=config["hidden_size"],
-        ffn=config["moe_intermediate_size"] if kind in ("qwen2_moe", "qwen3_moe") else ffn,
+        hidden=hidden,
+        ffn=_whole(config, "moe_intermediate_size") if kind in ("qwen2_moe", "qwen3_moe") else ffn,
         heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-        vocab=config["vocab_size"],
+        kv_heads=_whole(config, "num_key_value_heads", heads),
+        head_dim=_whole(config, "head_dim", 0) or head_dim_of(hidden, heads),
+        vocab=_whole(config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         # Qwen2 has these biases whatever its configuration says.
         qkv_bias=attention_bias or kind in ("qwen2", "qwen2_moe"),
@@ -152,10 +178,12 @@ def _decoder(config: Mapping[str, Any]) -> Decoder:
         experts=experts,
         dense_layers=dense_layers,
         dense_ffn=ffn,
-        shared_ffn=config["shared_expert_intermediate_size"] if kind == "qwen2_moe" else 0,
+        shared_ffn=_whole(config, "shared_expert_intermediate_size") if kind == "qwen2_moe" else 0,
     )
 
 
 def _dense_layers(config: Mapping[str, Any]) -> int:
-    dense, every = set(config.get("mlp_only_layers") or []), config.get("decoder_sparse_step", 1)
+    dense, every = config.get("mlp_only_layers") or [], _whole(config, "decoder_sparse_step", 1)
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise ValueError(f"mlp_only_layers is {dense!r}, it should be a list of whole numbers")
     return sum(layer in dense or (layer + 1) % every != 0 for layer in range(config["num_hidden_layers"]))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import os
+import tempfile
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,16 +64,41 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("the GPU's kernels need Triton: pip install triton")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
-    if options.plot is not None and not options.plot.absolute().parent.is_dir():
-        raise ValueError(f"--plot {options.plot}: there is no folder {options.plot.absolute().parent}")
+    if options.plot is not None:
+        _check_plot(options.plot)
     if not options.no_save:
         try:
-            profiles.folder()
+            _check_folder(profiles.folder())
         except ImportError as error:
             raise ValueError(
                 f"keeping a profile needs platformdirs ({error}): pip install platformdirs, set "
                 f"{profiles.FOLDER_VARIABLE} to a folder, or add --no-save"
             ) from error
+
+
+def _check_plot(path: Path) -> None:
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"--plot {path}: its name should end in one of .{', .'.join(sorted(known))}")
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"--plot {path}: there is no folder {folder}")
+    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise ValueError(f"--plot {path} cannot be written")
+
+
+def _check_folder(path: Path) -> None:
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"profiles cannot be kept in {path} ({error.strerror}): set {profiles.FOLDER_VARIABLE} to another folder, "
+            "or add --no-save"
+        ) from error
 
 
 class _ProgressBar:
