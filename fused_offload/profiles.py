@@ -167,7 +167,7 @@ def load(path: Path) -> Profile:
             tuple(Timing(**timing) for timing in record["timings"]),
         )
         _check(profile)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is no profile of this release: {error}") from error
     return profile
 
@@ -178,19 +178,22 @@ def _check(profile: Profile) -> None:
         raise ValueError("its versions are not given by name")
     if not all(isinstance(text, str) for text in (key.gpu, key.link, key.host, *key.versions.values())):
         raise ValueError("its key is not made of texts")
-    if not profile.duplex_gbps > 0:
+    if not 0 < profile.duplex_gbps < math.inf:
         raise ValueError("duplex_gbps is not above 0")
     if not profile.choices or len(profile.timings) != 3:
         raise ValueError("it lacks choices or timings")
     for choice in profile.choices:
         counts = (choice.state_bytes, choice.chunk_bytes, choice.depth, choice.programs)
-        if any(type(count) is not int or count < 1 for count in counts):
-            raise ValueError("a choice is not made of whole numbers of at least 1")
+        if any(type(count) is not int or not 1 <= count < 2**63 for count in counts):
+            raise ValueError("a choice is not made of whole numbers of at least 1 and below 2^63")
         if choice.transport not in ("copy", "zero_copy"):
             raise ValueError(f"transport {choice.transport!r} is unknown")
     for timing in profile.timings:
-        if not all(isinstance(value, (int, float)) and value > 0 for value in timing):
+        if not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in timing):
             raise ValueError("a timing is not made of numbers above 0")
+    _, large, narrow = profile.timings
+    if large.state_bytes * narrow.param_numel <= narrow.state_bytes * large.param_numel:
+        raise ValueError("the last timing is not of fewer bytes a parameter than the others")
 
 
 def find(key: MachineKey, where: Path | None = None) -> Found:

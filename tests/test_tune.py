@@ -178,7 +178,10 @@ def test_a_profile_of_another_machine_is_ignored(tmp_path: Path, field: str) -> 
         (lambda record: record["choices"][0].update(depth=0), "whole numbers"),
         (lambda record: record["choices"][0].update(chunk_bytes="8"), "whole numbers"),
         (lambda record: record["choices"][0].update(transport="rdma"), "rdma"),
+        (lambda record: record["choices"][0].update(state_bytes=10**400), "below 2^63"),
         (lambda record: record["timings"][0].update(ms=None), "numbers above 0"),
+        (lambda record: record["timings"][0].update(ms=float("inf")), "numbers above 0"),
+        (lambda record: record["timings"].reverse(), "fewer bytes a parameter"),
         (lambda record: record["timings"].pop(), "timings"),
     ],
 )
@@ -191,8 +194,9 @@ def test_a_damaged_profile_is_ignored(tmp_path: Path, damage: Any, words: str) -
     assert found.profile is None
     assert found.is_outdated
     assert words in found.reason
-    path.write_text("{")
-    assert "no profile of this release" in profiles.find(KEY, tmp_path).reason
+    for text in ("{", "[" * 100_000):
+        path.write_text(text)
+        assert "no profile of this release" in profiles.find(KEY, tmp_path).reason
 
 
 def test_the_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
