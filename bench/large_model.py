@@ -412,6 +412,29 @@ def name_of(options: argparse.Namespace) -> str:
     return f"{numel / 1e9:.3g}B-{options.moments}-{way}"
 
 
+def in_words(record: Record) -> str:
+    """A case in one line."""
+    if not has_trained(record):
+        return "not trained"
+    planned = record["predicted"]
+    parts = [
+        f"{record['tokens_per_s']:.0f} tokens/s",
+        f"iteration {record['iteration_ms']:.0f} ms, of which the step {record['exposed_step_ms']:.0f}",
+        f"host {record['host_bytes'] / 1e9:.2f} GB (planned {planned['host_bytes']['rank'] / 1e9:.2f})",
+    ]
+    if "peak_bytes" in record:
+        parts.append(
+            f"GPU peak {record['peak_bytes'] / 1e9:.2f} GB (planned {planned['gpu_bytes']['total'] / 1e9:.2f} at most), "
+            f"in use {record['gpu_used_bytes'] / 1e9:.2f}"
+        )
+    if "alone_ms" in record:
+        parts.append(
+            f"step alone {record['alone_ms']:.0f} ms (planned {planned['predicted']['alone_ms']:.0f}), its copies "
+            f"{record['copies_only_ms']:.0f}"
+        )
+    return "; ".join(parts)
+
+
 def has_trained(record: Record) -> bool:
     """Whether a case stepped at least twice, with all memory taken, in numbers."""
     losses = [one["loss"] for one in record.get("iterations", [])]
@@ -463,7 +486,7 @@ def find_largest(options: argparse.Namespace, results: Record) -> Iterator[tuple
             return
         case = argparse.Namespace(**{**vars(options), "layers": layers, "iterations": min(3, options.iterations)})
         say(f"trying {layers} layers, {param_numel(layers, options):,} parameters")
-        record = in_child(case, min(left_s, options.seconds))
+        record = in_child(case, min(left_s, 1.5 * options.seconds))
         trained = has_trained(record)
         search["tried"].append(
             {"param_numel": param_numel(layers, options), "trained": trained, "failed": record.get("failed")}
@@ -545,8 +568,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trained = has_trained(record) and "failed" not in record
         results["large"][name] = record
         save(options.results, results)
-        rate = f"{record['tokens_per_s']:.0f} tokens/s" if has_trained(record) else "not trained"
-        say(f"{name}: {rate}" + (f", {record['failed']}" if "failed" in record else ""))
+        say(f"{name}: {in_words(record)}" + (f", {record['failed']}" if "failed" in record else ""))
     save(options.results, results)
     return 0 if trained else 1
 
