@@ -424,7 +424,7 @@ def in_words(record: Record) -> str:
     ]
     if "peak_bytes" in record:
         parts.append(
-            f"GPU peak {record['peak_bytes'] / 1e9:.2f} GB (planned {planned['gpu_bytes']['total'] / 1e9:.2f} at most), "
+            f"GPU peak {record['peak_bytes'] / 1e9:.2f} GB (planned {planned['gpu_bytes']['total'] / 1e9:.2f}), "
             f"in use {record['gpu_used_bytes'] / 1e9:.2f}"
         )
     if "alone_ms" in record:

@@ -71,6 +71,43 @@ def test_the_large_model_trains_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert record["host_bytes"] == pytest.approx(planned, rel=0.02) == pytest.approx(6 * record["param_numel"], 0.02)
 
 
+def test_the_step_of_a_large_model_is_timed_alone_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program, page = importlib.import_module("large_model"), importlib.import_module("page")
+    options = program.parse(["--tiny", "--device", "cpu"])
+    model = program.build_model(options, torch.device("cpu"))
+    params = list(model.parameters())
+    assert sum(param.numel() for param in params) == program.param_numel(options.layers, options)
+    optimizer = program.build_optimizer(params, options)
+    model(torch.randint(0, options.vocab, (2, options.length + 1))).backward()
+    optimizer.step()
+    alone = program.step_alone(optimizer, params)
+    assert 0 < alone["alone_ms"] <= max(alone["alone_samples_ms"][0])
+    record = {
+        "param_numel": 13 * 10**9,
+        "tokens": 32_768,
+        "tokens_per_s": 4000.0,
+        "iteration_ms": 8192.0,
+        "passes_ms": 6400.0,
+        "exposed_step_ms": 1700.0,
+        "host_bytes": 78 * 10**9,
+        "peak_bytes": 66 * 10**9,
+        "gpu_used_bytes": 70 * 10**9,
+        "alone_ms": 1700.0,
+        "copies_only_ms": 1690.0,
+        "iterations": [{"loss": 10.8}, {"loss": 9.3}],
+        "predicted": program.predict(options, 80 * 10**9, 128 * 10**9),
+    }
+    assert "GPU peak 66.00 GB" in program.in_words(record)
+    path = tmp_path / "large.json"
+    machine = importlib.import_module("machine").machine_facts()
+    path.write_text(json.dumps({"machine": machine, "large": {"13B": record, "20B": {"failed": "out of memory"}}}))
+    text = "\n".join(page.Results(path).lines())
+    assert "| 13B | 13,000,000,000 | 32,768 | 4,000 | 6,400 | 1,700 |" in text
+    assert "| 1.006 | 78.0 |" in text
+    assert "**Failed: 20B**: out of memory" in text
+
+
 def test_the_largest_model_is_what_the_plan_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "large.json"
     limits = ["--gpu-memory", "0.02", "--host-memory", "0.005"]
