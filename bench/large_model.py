@@ -123,7 +123,7 @@ def build_optimizer(params: list[nn.Parameter], options: argparse.Namespace) -> 
     """The optimizer, its state page-locked but not written yet."""
     optimizer = FusedOffloadAdam(
         params,
-        lr=1e-4,
+        lr=1e-5,  # no warm-up in so few iterations
         betas=(0.9, 0.95),
         weight_decay=0.1,
         master_weights=True,
