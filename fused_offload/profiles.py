@@ -144,8 +144,14 @@ def save(profile: Profile, where: Path | None = None) -> Path:
     record = {"format": _FORMAT, **as_json(profile)}
     # Processes of a job may read while this one writes.
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(json.dumps(record, indent=2) + "\n")
-    os.replace(file.name, path)
+        try:
+            file.write(json.dumps(record, indent=2) + "\n")
+            file.flush()
+            os.chmod(file.name, 0o644)  # other users may train with the same folder
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
     return path
 
 
@@ -167,7 +173,7 @@ def load(path: Path) -> Profile:
             tuple(Timing(**timing) for timing in record["timings"]),
         )
         _check(profile)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{path} is no profile of this release: {error}") from error
     return profile
 
@@ -189,8 +195,8 @@ def _check(profile: Profile) -> None:
         if choice.transport not in ("copy", "zero_copy"):
             raise ValueError(f"transport {choice.transport!r} is unknown")
     for timing in profile.timings:
-        if not all(isinstance(value, (int, float)) and 0 < value < math.inf for value in timing):
-            raise ValueError("a timing is not made of numbers above 0")
+        if not all(isinstance(value, (int, float)) and 0 < value < 2**63 for value in timing):
+            raise ValueError("a timing is not made of numbers above 0 and below 2^63")
     _, large, narrow = profile.timings
     if large.state_bytes * narrow.param_numel <= narrow.state_bytes * large.param_numel:
         raise ValueError("the last timing is not of fewer bytes a parameter than the others")

@@ -144,6 +144,22 @@ def test_a_profile_comes_back(tmp_path: Path) -> None:
     assert profiles.find(KEY, tmp_path / "new").profile == newer
 
 
+def test_a_folder_of_profiles_may_be_shared_and_is_left_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = profiles.save(PROFILE, tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o644
+    monkeypatch.setattr(profiles, "_FORMAT", 2)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(profiles.os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        profiles.save(PROFILE, tmp_path)
+    assert list(tmp_path.iterdir()) == [path]
+    monkeypatch.undo()
+    assert profiles.load(path) == PROFILE
+
+
 def test_no_profile(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "missing"):
         found = profiles.find(KEY, folder)
@@ -171,6 +187,7 @@ def test_a_profile_of_another_machine_is_ignored(tmp_path: Path, field: str) -> 
     [
         (lambda record: record.update(format=99), "format 99"),
         (lambda record: record.update(duplex_gbps=0), "duplex_gbps"),
+        (lambda record: record.update(duplex_gbps=10**400), "too large"),
         (lambda record: record["key"].update(versions="2.11"), "versions"),
         (lambda record: record["key"].update(gpu=8), "texts"),
         (lambda record: record.pop("choices"), "choices"),
@@ -181,6 +198,7 @@ def test_a_profile_of_another_machine_is_ignored(tmp_path: Path, field: str) -> 
         (lambda record: record["choices"][0].update(state_bytes=10**400), "below 2^63"),
         (lambda record: record["timings"][0].update(ms=None), "numbers above 0"),
         (lambda record: record["timings"][0].update(ms=float("inf")), "numbers above 0"),
+        (lambda record: record["timings"][1].update(state_bytes=10**400), "below 2^63"),
         (lambda record: record["timings"].reverse(), "fewer bytes a parameter"),
         (lambda record: record["timings"].pop(), "timings"),
     ],
