@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
@@ -35,6 +36,17 @@ from .stepper import StepModes, Stepper
 from .store import StateStore
 from .tensors import is_frozen
 from .updates import check_params
+
+
+def _shown_without_kwargs(function: Any) -> Any:
+    """The same function with a signature that ends before ``**kwargs``.
+
+    Megatron-FSDP appends keyword arguments of its own to that of an optimizer's ``step``.
+    """
+    signature = inspect.signature(function)
+    shown = [param for param in signature.parameters.values() if param.kind is not param.VAR_KEYWORD]
+    function.__signature__ = signature.replace(parameters=shown)
+    return function
 
 
 class FusedOffloadAdam(torch.optim.Optimizer):
@@ -370,7 +382,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         """Groups as torch shows them, then stored dtypes, numerics and what is offloaded."""
         keys = ["exp_avg", "exp_avg_sq", *(["master_param"] if self.master_weights else [])]
         lines = {key: str(self.name_to_dtype_map[key]) for key in keys}
-        if self.store_param_remainders:
+        if self.master_weights and self.store_param_remainders:
             lines["master_param"] += ", as 16-bit remainder beside a torch.bfloat16 parameter"
         lines |= {"numerics": self.numerics}
         if self.stochastic_rounding:
@@ -383,6 +395,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
     # -- step ----------------------------------------------------------------------------------------------------
 
+    @_shown_without_kwargs
     @torch._disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:

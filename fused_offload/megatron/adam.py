@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from fused_offload.arguments import check_hyperparameters
-from fused_offload.checkpoint import check_settings, merged_group
+from fused_offload.checkpoint import check_settings, merged_group, pack
+from fused_offload.dcp_calls import Wanted
 from fused_offload.dtensors import local_of
 from fused_offload.optimizer import FusedOffloadAdam
 from fused_offload.plan import align
@@ -40,6 +41,7 @@ class MegatronAdam(FusedOffloadAdam):
         sub_optimizers: always empty: verl and ms-swift move the state of whatever is in it.
         inner_param_to_orig_param: always empty, for the same callers.
         gpu_params_map_cpu_copy: always empty: Megatron-Bridge and NeMo-RL refresh the copies in it after a load.
+        master_owner: what keeps the master weights on the GPU in every mode, or None.
     """
 
     place = "FusedAdam"
@@ -49,6 +51,7 @@ class MegatronAdam(FusedOffloadAdam):
         self.sub_optimizers: list[torch.optim.Optimizer] = []
         self.inner_param_to_orig_param: dict[torch.Tensor, torch.Tensor] = {}
         self.gpu_params_map_cpu_copy: dict[torch.Tensor, torch.Tensor] = {}
+        self.master_owner: str | None = None
         self._only_groups: bool | None = None
 
     def _check_given(self, params: list[torch.Tensor]) -> None:
@@ -97,7 +100,7 @@ class MegatronAdam(FusedOffloadAdam):
     def planned_bytes(self) -> int:
         """Bytes of state that all parameters of this rank take, wherever it lives."""
         return sum(
-            form.stored_bytes(align(param.numel()))
+            form.stored_bytes(align(local_of(param).numel()))
             for param in self._all_params()
             for form in self._forms_of(param).values()
         )
@@ -113,6 +116,13 @@ class MegatronAdam(FusedOffloadAdam):
             for key, form in self._forms_of(param).items():
                 found.setdefault(key, set()).add(form.name)
         return {key: "/".join(sorted(names)) for key, names in found.items()}
+
+    def packed_with_steps(self) -> dict[str, Any]:
+        """As `state_dict`, with a ``step`` beside each parameter's state, where torch's optimizers have it."""
+        self._check_saveable()
+        self._wait_for_state()
+        self._store.rehome()
+        return pack(self.param_groups, self.state, Wanted(with_steps=True))
 
     # -- state dicts under DistributedOptimizer ------------------------------------------------------------------
 

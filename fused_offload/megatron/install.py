@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from fused_offload.config import OffloadConfig
 
 from .adam import MegatronAdam
 from .distributed import DistributedHooks
+from .fsdp import FsdpHooks, take_flags
 from .layout import Layout, UnknownLayoutError, find_layout
 from .lifecycle import Lifecycle
 from .options import (
@@ -25,6 +26,7 @@ from .options import (
     restore_remainders,
     rounds_stochastically,
     takes_hybrid_place,
+    uses_fsdp,
     warn_if_nothing_moves,
 )
 from .overlap import Overlap
@@ -220,8 +222,13 @@ def _wrapped_factory(factory: Callable[..., Any], layout: Layout, installation: 
             warn_where_bits_differ()
         with building(config, installation.settings):
             optimizer = factory(config, model_chunks, *args, **kwargs)
-        adapt(optimizer, layout)
         inner = getattr(optimizer, "optimizer", None)
+        with_fsdp = uses_fsdp(model_chunks)
+        if with_fsdp and isinstance(inner, MegatronAdam):
+            take_flags(inner, config)
+        adapt(optimizer, layout)
+        if with_fsdp and not _is_virtual_stage(model_chunks):
+            _introduce([optimizer], layout, installation)  # Megatron makes no chain of it
         if isinstance(inner, MegatronAdam) and inner.place not in installation.warned:
             installation.warned.add(inner.place)
             warn_if_nothing_moves(config)
@@ -236,15 +243,30 @@ def _wrapped_chain(init: Callable[..., None], layout: Layout, installation: _Ins
     @functools.wraps(init)
     def announcing_init(chain: Any, *args: Any, **kwargs: Any) -> None:
         init(chain, *args, **kwargs)
-        inners = [getattr(child, "optimizer", None) for child in chain.chained_optimizers]
-        ours = [inner for inner in inners if isinstance(inner, MegatronAdam)]
-        if ours and ours[0].place not in installation.announced:
-            installation.announced.add(ours[0].place)
-            _announce(ours, layout)
-        if ours and installation.settings.log_interval is not None:
-            log_steps(ours, installation.settings.log_interval)
+        _introduce(chain.chained_optimizers, layout, installation)
 
     return announcing_init
+
+
+def _introduce(optimizers: Sequence[Any], layout: Layout, installation: _Installation) -> None:
+    """Says what is active, once for each place, and starts the log of steps."""
+    inners = [getattr(optimizer, "optimizer", None) for optimizer in optimizers]
+    ours = [inner for inner in inners if isinstance(inner, MegatronAdam)]
+    if ours and ours[0].place not in installation.announced:
+        installation.announced.add(ours[0].place)
+        _announce(ours, layout)
+    if ours and installation.settings.log_interval is not None:
+        log_steps(ours, installation.settings.log_interval)
+
+
+def _has_fsdp(optimizer: Any) -> bool:
+    return uses_fsdp(getattr(optimizer, "model_chunks", []))
+
+
+def _is_virtual_stage(model_chunks: Sequence[Any]) -> bool:
+    """Whether Megatron builds further optimizers for this rank, and a chain of all."""
+    size = getattr(getattr(model_chunks[0], "config", None), "virtual_pipeline_model_parallel_size", None)
+    return (size or 1) > 1
 
 
 def adapt(optimizer: Any, layout: Layout) -> None:
@@ -266,8 +288,11 @@ def adapt(optimizer: Any, layout: Layout) -> None:
         inner.check_groups()
         inner.reserve_gpu_memory()
         if isinstance(optimizer, layout.distrib.DistributedOptimizer):
-            hooks.append(DistributedHooks(optimizer, layout))
-            write_in_place()
+            if _has_fsdp(optimizer):
+                hooks.append(FsdpHooks(optimizer))
+            else:
+                hooks.append(DistributedHooks(optimizer, layout))
+                write_in_place()
             if inner.offload.window_bytes:
                 hooks.append(Overlap(optimizer, inner))
     setattr(optimizer, _ADAPTED, hooks)
@@ -285,7 +310,11 @@ def _announce(inners: list[MegatronAdam], layout: Layout) -> None:
         f"fused-offload: {inner.offload.fraction:.0%} of {planned_bytes / 1e9:.3g} GB of optimizer state on "
         f"this rank ({stored}) in host memory; an asynchronous checkpoint copies it there once more.",
     ]
-    if not inner.master_weights:
+    if inner.master_owner is not None:
+        lines.append(
+            f"fused-offload: {inner.master_owner} owns the master weights and keeps them on the GPU; moments move."
+        )
+    elif not inner.master_weights:
         lines.append(
             "fused-offload: Megatron keeps the fp32 master weights on the GPU in this mode. "
             "--use-precision-aware-optimizer moves them to the host, too."

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from fused_offload.dtensors import is_distributed
+
 from .adam import MegatronAdam
 
 
@@ -87,7 +89,8 @@ class Lifecycle:
             return
         for group in inner.param_groups:
             for param in group["params"]:
-                param.data = param.data.to(device)
+                if not is_distributed(param):  # shards of Megatron-FSDP are parts of its buffers, and stay so
+                    param.data = param.data.to(device)
 
     def requires_param_sync(self) -> bool:
         """Whether parameters wait for masters before the next forward pass: the step has written them."""

@@ -164,13 +164,14 @@ def check_model(config: Any, model_chunks: Sequence[Any]) -> None:
         ValueError: says what to change.
     """
     for chunk in model_chunks:
-        ddp_config = getattr(chunk, "ddp_config", None)
-        if getattr(ddp_config, "use_megatron_fsdp", False) or type(chunk).__name__ == "FullyShardedDataParallelV2":
+        if type(chunk).__name__ == "FullyShardedDataParallelV2":
             raise ValueError(
-                "FusedOffloadAdam does not support Megatron-FSDP yet. Use the distributed optimizer "
-                "(--use-distributed-optimizer without --use-megatron-fsdp), or do not install FusedOffloadAdam."
+                "FusedOffloadAdam supports version 1 of Megatron-FSDP, but not version 2. Use version 1 "
+                "(megatron_fsdp_version=1) or the distributed optimizer alone, or do not install FusedOffloadAdam."
             )
-        if config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+        if uses_fsdp([chunk]):
+            _check_fsdp(config, chunk.ddp_config)
+        elif config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             _refuse_quantised(chunk)
         model_config = getattr(chunk, "config", None)
         if getattr(model_config, "qk_clip", False) and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
@@ -192,6 +193,20 @@ def _refuse_quantised(chunk: Any) -> None:
                 "--optimizer-cpu-offload. Change that, or leave --use-precision-aware-optimizer or "
                 "--fp8-param-gather out."
             )
+
+
+def uses_fsdp(model_chunks: Sequence[Any]) -> bool:
+    """Whether a model is wrapped by Megatron-FSDP, version 1."""
+    return any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in model_chunks)
+
+
+def _check_fsdp(config: Any, ddp_config: Any) -> None:
+    handed, read = "megatron_fsdp_use_decoupled_grad", "use_precision_aware_optimizer"
+    if bool(getattr(ddp_config, handed, getattr(config, read))) != bool(getattr(config, read)):
+        raise ValueError(
+            f"DistributedDataParallelConfig.{handed}={getattr(ddp_config, handed)}, but OptimizerConfig.{read}="
+            f"{getattr(config, read)}: Megatron-FSDP would leave gradients where no step reads them. Set both alike."
+        )
 
 
 def warn_if_nothing_moves(config: Any) -> None:

@@ -64,4 +64,5 @@ class _Printer:
             return
         report = optimizer.last_step_report()
         said = "no step has ended on the GPU yet, or all state is on the CPU" if report is None else str(report)
-        print(f"fused-offload: {self._name}at step {self._calls}: {said}", flush=True)
+        masters = f"; masters stay on the GPU with {optimizer.master_owner}" if optimizer.master_owner else ""
+        print(f"fused-offload: {self._name}at step {self._calls}: {said}{masters}", flush=True)

@@ -253,7 +253,7 @@ def _refused_offloaders(context: Context) -> dict[str, dict[str, str]]:
     return results
 
 
-REFUSED_BUILDS = ("use_megatron_fsdp", "FullyShardedDataParallelV2", "qk_clip")
+REFUSED_BUILDS = ("FullyShardedDataParallelV2", "qk_clip")
 
 
 def _refused_builds(context: Context) -> dict[str, str]:
@@ -268,7 +268,7 @@ def _refused_builds(context: Context) -> dict[str, str]:
             if name == "FullyShardedDataParallelV2":
                 chunk, change = type(name, (), {})(), ()
             else:
-                change = (({"use_megatron_fsdp": model.ddp_config}.get(name, model.config), name, True),)
+                change = ((model.config, name, True),)
             with replaced(*change):
                 results[name] = _message(build, config, [chunk], [{"params": []}])
     return results

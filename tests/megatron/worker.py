@@ -27,6 +27,7 @@ MODULES = (
     "scenarios_lifecycle",
     "scenarios_reload",
     "scenarios_skips",
+    "scenarios_fsdp",
     "scenarios_fp8",
     "scenarios_rounding",
 )

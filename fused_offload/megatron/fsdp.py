@@ -1,0 +1,199 @@
+"""Megatron-FSDP, version 1: a DistributedOptimizer over its shards, and checkpoints whose moments stay in host memory.
+
+Megatron-FSDP owns the master weights: the optimizer's parameters are its fp32 shards, and what it computes with is made
+from them after each step. So the optimizer keeps moments alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fused_offload.dtensors import distributed_like, is_distributed, local_of
+
+from .adam import MegatronAdam
+
+_SPLITS = "megatron.core.transformer.fsdp_dtensor_checkpoint"
+_CHUNKS = "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor"
+_WRAPPED = "_leaves_state_on_host"
+_KNOWN_CHUNK = "_fused_offload_chunk"
+_CHUNK_METHODS = ("__create_chunk_list__", "__create_write_items__")
+
+
+def take_flags(inner: MegatronAdam, config: Any) -> None:
+    """Sets what Megatron itself sets, though only with TransformerEngine and only after the optimizer is adapted.
+
+    Args:
+        inner: the inner optimizer, as it was built.
+        config: Megatron's OptimizerConfig.
+    """
+    inner.master_weights, inner.master_owner = False, "Megatron-FSDP"
+    inner.use_decoupled_grad = bool(config.use_precision_aware_optimizer)
+
+
+class FsdpHooks:
+    """Replaces methods of one DistributedOptimizer whose parameters are Megatron-FSDP's."""
+
+    def __init__(self, distributed: Any) -> None:
+        """Binds the methods.
+
+        Args:
+            distributed: a DistributedOptimizer whose inner optimizer is a `MegatronAdam`.
+
+        Raises:
+            RuntimeError: for a Megatron-Core whose Megatron-FSDP saves in another way.
+        """
+        self._distributed = distributed
+        leave_state_on_host()
+        for name in ("sharded_param_state_fsdp_dtensor", "_init_optimizer_states_with_dummy_values"):
+            if not hasattr(distributed, name):
+                raise RuntimeError(_unknown(f"DistributedOptimizer.{name}"))
+            setattr(distributed, name, getattr(self, name))
+
+    @property
+    def inner(self) -> MegatronAdam:
+        """The inner optimizer."""
+        inner = self._distributed.optimizer
+        assert isinstance(inner, MegatronAdam)
+        return inner
+
+    def _init_optimizer_states_with_dummy_values(self) -> None:
+        """Makes state and step counts to load into, without the step that decays weights and reads old gradients."""
+        self.inner.dummy_step()
+        for group in self.inner.param_groups:
+            group.setdefault("step", 0)
+
+    def sharded_param_state_fsdp_dtensor(self, is_loading: bool = False) -> dict[str, Any]:
+        """State and settings by the parameters' names, in the order of the groups, which all ranks share.
+
+        Args:
+            is_loading: not used: state is made where there is none in either case, so that a checkpoint is complete.
+
+        Returns:
+            As Megatron's own; moments are DTensors over the memory where they live, which a reader fills in, or new
+            ones where their form has scales. ``step`` is there per parameter too, as torch's optimizers have it.
+        """
+        self._init_optimizer_states_with_dummy_values()
+        packed = self.inner.packed_with_steps()
+        params = [param for group in self.inner.param_groups for param in group["params"]]
+        names = [self._distributed._param_name(param) for param in params]
+        for index, values in packed["state"].items():
+            for value in values.values():
+                if is_distributed(value):
+                    setattr(local_of(value), _KNOWN_CHUNK, _chunk_of(params[index]))
+        settings = {
+            names[index]: {key: value for key, value in group.items() if key != "params"}
+            for group in packed["param_groups"]
+            for index in group["params"]
+        }
+        state = {names[index]: values for index, values in packed["state"].items()}
+        return {"state": state, "param_to_group_meta": settings}
+
+
+def _chunk_of(param: Any) -> Any:
+    """Which part of the whole this rank has of a parameter, or None where only all ranks together know.
+
+    Megatron-FSDP notes for each shard which elements of the flat parameter it has. Where nothing else divides the
+    parameter, that is all there is to know.
+    """
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.tensor import Shard
+
+    part = getattr(param, "megatron_fsdp_slice", None)
+    divided = [placement for placement in param._spec.placements if not placement.is_replicate()]
+    if part is None or len(divided) != 1 or type(divided[0]) is not Shard or divided[0].dim != 0:
+        return None
+    sizes = local_of(param).shape
+    row_numel = param.shape[1:].numel()
+    if part.start % row_numel or part.stop - part.start != sizes.numel():
+        raise RuntimeError(
+            f"Megatron-FSDP says that this rank has elements {part.start} to {part.stop} of a parameter of shape "
+            f"{tuple(param.shape)}, but its shard has shape {tuple(sizes)}."
+        )
+    return ChunkStorageMetadata(offsets=torch.Size((part.start // row_numel, *(0 for _ in sizes[1:]))), sizes=sizes)
+
+
+# -- Megatron's functions ----------------------------------------------------------------------------------------
+
+
+def leave_state_on_host() -> None:
+    """Makes Megatron's checkpoints of Megatron-FSDP save from and load into state in host memory; once, for good.
+
+    Gated MLPs, gated delta nets and fused projections of latent attention are saved in parts. Each part becomes a
+    DTensor, which torch puts on the device of the mesh: a reader would then fill in a copy on the GPU that nobody looks
+    at again. And what a rank has of a whole moment is told from its parameter instead of by asking all ranks.
+
+    Raises:
+        RuntimeError: for a Megatron-Core where these functions are elsewhere.
+    """
+    for module_name, name, wrapped in (
+        (_SPLITS, "make_fsdp_dtensor", _wrapped_make),
+        (_SPLITS, "split_dtensor", _wrapped_split),
+        (_CHUNKS, "gather_and_compute_chunk_metadata", _wrapped_gather),
+    ):
+        try:
+            module = importlib.import_module(module_name)
+            function = getattr(module, name)
+        except (ImportError, AttributeError):
+            raise RuntimeError(_unknown(f"{module_name}.{name}")) from None
+        if not hasattr(function, _WRAPPED):
+            replacement = wrapped(function)
+            setattr(replacement, _WRAPPED, True)
+            setattr(module, name, replacement)
+
+
+def _unknown(name: str) -> str:
+    return (
+        f"FusedOffloadAdam does not know this Megatron-FSDP: Megatron-Core lacks {name}. Releases that work are listed "
+        "in docs/megatron.md."
+    )
+
+
+def _wrapped_make(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def make_over_host_memory(local_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        made = make(local_tensor, *args, **kwargs)
+        return _over(made, local_tensor.view(made._local_tensor.shape))
+
+    return make_over_host_memory
+
+
+def _wrapped_split(split: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    @functools.wraps(split)
+    def split_over_host_memory(dtensor: Any, sections: Any, dim: int = 0, **kwargs: Any) -> Iterator[Any]:
+        start = 0
+        for part in split(dtensor, sections, dim=dim, **kwargs):
+            size = part._local_tensor.shape[dim]
+            yield _over(part, local_of(dtensor).narrow(dim, start, size))
+            start += size
+
+    return split_over_host_memory
+
+
+def _over(made: Any, local: torch.Tensor) -> Any:
+    """``made``, or, where its elements are a copy of what is in host memory, the same over ``local``.
+
+    The copy is made all the same: other ranks may have this state on their GPUs, and all take part in the checks of
+    ranks against each other that come with it. It goes with ``made``.
+    """
+    moved = made._local_tensor
+    if local.device.type != "cpu" or moved.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():
+        return made
+    kept = distributed_like(made, local)
+    for name in _CHUNK_METHODS:
+        if hasattr(moved, name):
+            setattr(local, name, getattr(moved, name))
+    return kept
+
+
+def _wrapped_gather(gather: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    @functools.wraps(gather)
+    def known_or_gathered(dtensor: Any) -> Any:
+        known = getattr(dtensor._local_tensor, _KNOWN_CHUNK, None)
+        return gather(dtensor) if known is None else known
+
+    return known_or_gathered
