@@ -169,7 +169,7 @@ def train(state: TrainState, args: argparse.Namespace, device: torch.device) -> 
             loss /= dist.get_world_size()
             if dist.get_rank() == 0:
                 print(f"step {state.step:5d}  loss {loss.item():.3f}  gradient norm {norm.item():.3f}", flush=True)
-        if state.step % args.save_every == 0:
+        if state.step % args.save_every == 0 or state.step == args.steps:
             if writing is not None:
                 writing.result()
             # Copies the state before it returns, so that the steps to come do not tear what is written.
@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="checkpoints")
     parser.add_argument("--steps", type=int, default=200, help="last step")
-    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
+    parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints; the end has one")
     parser.add_argument("--report-every", type=int, default=10, help="steps between lines of output")
     parser.add_argument("--microbatches", type=int, default=2, help="passes for each step")
     parser.add_argument("--context", type=int, default=128, help="bytes that a sequence has")
@@ -210,6 +210,8 @@ def main() -> None:
     resumed = last_checkpoint(args)
     if resumed is not None:
         dcp.load({"train": state}, checkpoint_id=folder_of(args, resumed))
+        if dist.get_rank() == 0:
+            print(f"resumed after {resumed} steps from {folder_of(args, resumed)}", flush=True)
     train(state, args, device)
     digests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(digests, state.digest())

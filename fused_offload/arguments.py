@@ -52,8 +52,8 @@ def check_modes(
         raise RuntimeError("FusedOffloadAdam does not support the AMSGrad variant.")
     if capturable:
         raise RuntimeError(
-            "FusedOffloadAdam does not support capturable=True yet: a captured CUDA graph of the step comes with its "
-            "own option. Leave it False; lr tensors and a gradient scaler's signals are read on the device already."
+            "FusedOffloadAdam does not support capturable=True. Leave it False: OffloadConfig(graph=True) replays the "
+            "step as a CUDA graph, and lr tensors and a gradient scaler's signals are read on the device already."
         )
     if master_weights and master_weight_dtype not in MASTER_FORMS:
         raise RuntimeError(f"FusedOffloadAdam only supports fp32/fp16 master weights, but got {master_weight_dtype}.")
