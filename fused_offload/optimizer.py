@@ -446,8 +446,10 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         modes = self._step_modes()
         updates = self._stepper.observe(self.param_groups, modes)
         amp = amp_inputs(self, grad_scaler)
-        if amp.found_inf is not None and not self._stepper.on_one_gpu():
-            amp = amp.on_host()  # the CPU loop must know now, and devices that skip on their own count on their own
+        if amp.found_inf is not None and not (updates.params and self._stepper.on_one_gpu()):
+            # The CPU loop must know now, devices that skip on their own count on their own, and where nothing is
+            # launched no device counts.
+            amp = amp.on_host()
         if not amp.skipped_on_host():
             self._stepper.run(self.param_groups, updates, amp, modes, self._params_with_state)
 

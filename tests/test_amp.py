@@ -295,3 +295,33 @@ def test_skips_that_the_host_learns_late(device: str, change: str) -> None:
         optimizer.step()
         optimizer.synchronize()
         assert optimizer.param_groups[0]["step"] == 8
+
+
+class FlagOnAGpu(torch.Tensor):
+    """A flag on the CPU that says it is on a GPU."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = property(lambda _: torch.device("cuda"))
+
+    def cpu(self) -> torch.Tensor:
+        return torch.tensor(self.item())
+
+
+@pytest.mark.parametrize("skipped", [True, False])
+def test_a_skip_is_counted_by_ranks_without_gradients(
+    device: str, skipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where another rank's gradients overflowed: no kernel runs here that could count it."""
+    optimizer, params = make(device)
+    flag = torch.tensor(float(skipped), device=device)
+    if device == "cpu":
+        flag = flag.as_subclass(FlagOnAGpu)
+        monkeypatch.setattr(optimizer._stepper, "on_one_gpu", lambda: True)
+    optimizer.found_inf = flag
+    optimizer.step()
+    optimizer.synchronize()
+    assert optimizer.param_groups[0].get("step", 0) == (not skipped)
+    del optimizer.found_inf
+    give_grads(params, 0)
+    optimizer.step()
+    assert optimizer.param_groups[0]["step"] == 2 - skipped
