@@ -44,6 +44,11 @@ class FsdpSpec(NamedTuple):
     window_bytes: int = 0
     seed: int = 1
 
+    @property
+    def is_gpt(self) -> bool:
+        """A GPT with gated MLPs, one each or several experts; else only parameters that checkpoints split."""
+        return self.model in ("gpt", "experts")
+
 
 class ShardReference(ReferenceAdam):
     """The specification of a step on this rank's shards, which are their own masters."""
@@ -199,11 +204,12 @@ def _build_model(spec: FsdpSpec) -> Any:
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         add_bias_linear=False,
-        gated_linear_unit=spec.model == "gpt",
+        num_moe_experts=4 if spec.model == "experts" else None,
+        gated_linear_unit=spec.is_gpt,
         activation_func=torch.nn.functional.silu,
     )
-    if spec.model == "gpt":
-        layers, units = get_gpt_layer_local_spec(), None
+    if spec.is_gpt:
+        layers, units = get_gpt_layer_local_spec(num_experts=config.num_moe_experts, moe_grouped_gemm=False), None
         model: Any = GPTModel(config, layers, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE)
     else:
         model, units = _FusedProjections(), [_DeltaNet, _LatentAttention]
@@ -291,7 +297,7 @@ class FsdpJob:
         return Step(loss.item(), float(grad_norm), bool(updated))
 
     def _loss(self, generator: torch.Generator) -> torch.Tensor:
-        if self.spec.model != "gpt":
+        if not self.spec.is_gpt:
             return self.model(torch.randn(2, 5, HIDDEN, generator=generator).to(DEVICE)).float()
         tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=generator).to(DEVICE)
         positions = torch.arange(SEQUENCE, device=DEVICE).expand(2, SEQUENCE).contiguous()
@@ -341,12 +347,14 @@ def preprocessed(job: FsdpJob, state: dict[str, Any]) -> dict[str, Any]:
     from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
     from megatron.core.transformer import fsdp_dtensor_checkpoint as splits
 
-    handlers = [splits.handle_swiglu_in_state_dict] if job.spec.model == "gpt" else [splits.handle_gdn_in_state_dict]
+    handlers = [splits.handle_swiglu_in_state_dict] if job.spec.is_gpt else [splits.handle_gdn_in_state_dict]
     if hasattr(splits, "handle_mla_down_proj_in_state_dict"):  # not in releases up to 0.19
         handlers.append(splits.handle_mla_down_proj_in_state_dict)
     state = dict(state)
     for handle in handlers:
         state["model"], state["optimizer"] = handle(job.model.module, state["model"], state["optimizer"])
+    if job.spec.model == "experts":
+        state["model"] = splits.handle_experts_in_state_dict(state["model"], 4)
     return preprocess_state_dict_for_uneven_dtensor(state)
 
 

@@ -93,6 +93,7 @@ RESUMES = {
     "gated MLPs, default mode": FsdpSpec(precision_aware=False),
     "gated MLPs, bf16 moments, optim": FsdpSpec(moments=torch.bfloat16, strategy="optim"),
     "gated MLPs, 8-bit moments": FsdpSpec(moments=torch.uint8),
+    "gated experts": FsdpSpec(model="experts"),
     "fused projections": FsdpSpec(model="fused projections"),
 }
 
