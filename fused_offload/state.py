@@ -303,7 +303,7 @@ class StateEntry(dict[str, torch.Tensor]):
         Raises:
             KeyError: for a key that this optimizer does not keep.
             TypeError: for a value that cannot be stored.
-            ValueError: for another shape.
+            ValueError: for another shape, and for 8-bit elements of another time.
         """
         if key == "step":
             self._hooks.wait()  # steps that turn out skipped must not be taken off the new count
@@ -396,6 +396,12 @@ class StateEntry(dict[str, torch.Tensor]):
             if not scale.any() and value.any():
                 raise ValueError(
                     f"{key} has no scales yet, so raw {form.dtype} elements have no meaning here. Write float32 values."
+                )
+            if value.dtype == torch.uint8 and value.any() and not torch.equal(value.to(view.device), view):
+                raise ValueError(
+                    f"{key} is kept as bytes that mean something beside their scales only, which steps change. Bytes "
+                    "other than those that are there cannot be written back: copy and write float32 values "
+                    "(get_unscaled_state, set_scaled_state, or state_dict and load_state_dict)."
                 )
         view.copy_(value)
 

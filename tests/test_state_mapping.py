@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from helpers import unchanged
 
 from fused_offload import FusedOffloadAdam
 from fused_offload.kernels.forms import FP32, join_remainder
@@ -382,6 +383,21 @@ def test_8_bit_elements_are_no_values(device: torch.device) -> None:
     params, optimizer = make(device, "fp32")
     with pytest.raises(TypeError, match=r"floating point tensor, but got torch\.uint8"):
         optimizer.state[params[0]]["exp_avg"] = raw
+
+
+def test_8_bit_elements_of_another_time_are_refused(device: torch.device) -> None:
+    """Their scales are not those of now, so that they would be other values."""
+    params, optimizer = make(device, "uint8")
+    entry = optimizer.state[params[1]]
+    kept = copy.deepcopy(entry)
+    entry.update(kept)  # nothing has changed since
+    train(optimizer, params, range(2, 3))
+    with unchanged(optimizer):
+        for key in ("exp_avg", "exp_avg_sq"):
+            with pytest.raises(ValueError, match=f"{key} is kept as bytes"):
+                entry[key] = kept[key]
+    entry["exp_avg"] = torch.zeros_like(kept["exp_avg"])  # the same whatever the scales
+    assert not optimizer.get_unscaled_state(params[1], "exp_avg").any()
 
 
 def test_keys_stay_together(device: torch.device) -> None:
