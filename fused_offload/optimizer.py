@@ -655,7 +655,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         if self.use_decoupled_grad or self.offload.window_bytes or self.offload.graph:
             raise RuntimeError(
                 "step_in_backward takes gradients from .grad while the backward pass runs; it works neither with "
-                "use_decoupled_grad=True nor with OffloadConfig(window_bytes=...) or OffloadConfig(graph=True)."
+                "use_decoupled_grad=True nor with OffloadConfig(window_bytes=...) or OffloadConfig(graph=True). Build "
+                "the optimizer without them."
             )
         if self._backward_steps is not None:
             self._backward_steps.detach()

@@ -8,7 +8,7 @@ its GPU in every step. All that a Megatron program needs for it is `install`, an
     torchrun --nproc-per-node 2 examples/megatron/train.py --load checkpoint --iterations 200
     torchrun --nproc-per-node 1 examples/megatron/train.py --te
 
-Needs a GPU for each process, and TransformerEngine for `--te`.
+Needs megatron-core, a GPU for each process, and TransformerEngine for `--te`.
 """
 
 from __future__ import annotations
