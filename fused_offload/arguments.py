@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -77,6 +78,15 @@ def check_rounding(stochastic_rounding: Any, rounding_seed: Any) -> None:
         raise TypeError(f"Invalid rounding_seed: {rounding_seed!r}, it should be an integer")
     if not 0 <= rounding_seed < 2**31:
         raise ValueError(f"Invalid rounding_seed: {rounding_seed}, it should be in [0, 2**31)")
+
+
+def warn_if_nothing_rounds(stochastic_rounding: bool, *moment_dtypes: torch.dtype) -> None:
+    """One warning where ``stochastic_rounding`` changes nothing."""
+    if stochastic_rounding and not {torch.bfloat16, torch.uint8} & set(moment_dtypes):
+        warnings.warn(
+            "stochastic_rounding=True changes nothing: it is for moments in bfloat16 (exp_avg_dtype, exp_avg_sq_dtype)",
+            stacklevel=3,
+        )
 
 
 _INSTEAD = {

@@ -20,6 +20,7 @@ from .arguments import (
     check_rounding,
     moment_forms,
     refuse_unknown,
+    warn_if_nothing_rounds,
 )
 from .attach import Attachment, check_attachment
 from .config import OffloadConfig
@@ -133,6 +134,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             numerics=numerics,
         )
         check_rounding(stochastic_rounding, rounding_seed)
+        warn_if_nothing_rounds(stochastic_rounding, exp_avg_dtype, exp_avg_sq_dtype)
         if not isinstance(offload, OffloadConfig):
             raise TypeError(f"offload should be an OffloadConfig, but got {type(offload).__name__}")
         if set_grad_none is not None:

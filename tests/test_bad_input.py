@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import mmap
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -172,6 +173,15 @@ def test_options_of_a_group_that_would_do_nothing(
         optimizer.add_param_group({"params": params, option: True})
     optimizer.add_param_group({"params": params, option: False})
     assert len(optimizer.param_groups) == 3
+
+
+def test_rounding_that_would_do_nothing(device: str) -> None:
+    params = [torch.nn.Parameter(torch.ones(2, device=device))]
+    with pytest.warns(UserWarning, match="stochastic_rounding=True changes nothing") as caught:
+        FusedOffloadAdam(params, stochastic_rounding=True, exp_avg_sq_dtype=torch.float16)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings(action="error"):
+        FusedOffloadAdam(params, stochastic_rounding=True, exp_avg_sq_dtype=torch.bfloat16)
 
 
 def test_te_numerics_on_the_cpu() -> None:
