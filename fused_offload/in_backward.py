@@ -152,7 +152,12 @@ class BackwardSteps:
     # -- for callers ---------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
-        """Removes the hooks. Gradients that wait for ``step`` are put back; ``step`` is the ordinary one again."""
+        """Removes the hooks. Gradients that wait for ``step`` are put back; ``step`` is the ordinary one again.
+
+        Safe to call twice: what was attached after the first call goes on.
+        """
+        if not self._handles:
+            return
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

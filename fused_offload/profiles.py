@@ -120,13 +120,20 @@ def folder() -> Path:
 
     Raises:
         ImportError: if platformdirs is missing and no folder is named.
+        OSError: if the user has no home folder, as in containers that run as any number, and no folder is named.
     """
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen:
         return Path(chosen)
     import platformdirs  # only here, so that an installation without dependencies can train
 
-    return platformdirs.user_data_path("fused-offload") / "profiles"
+    try:
+        path = platformdirs.user_data_path("fused-offload") / "profiles"
+    except RuntimeError:  # older releases give a folder below the current one
+        path = Path()
+    if not path.is_absolute():
+        raise OSError(f"this user has no home folder (HOME is not set): set {FOLDER_VARIABLE} to a folder")
+    return path
 
 
 def save(profile: Profile, where: Path | None = None) -> Path:

@@ -484,6 +484,19 @@ def test_detach(device: str, between: bool) -> None:
     assert_same_snapshot(snapshot(optimizer), snapshot(expected))
 
 
+def test_detaching_twice_leaves_what_came_after_alone(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, optimizer, *_ = pair(device)
+    first = optimizer.step_in_backward(model)
+    optimizer.step_in_backward(model)
+    loss_of(model, 0).backward()
+    ended: list[None] = []
+    monkeypatch.setattr(optimizer, "_end_parts", lambda: ended.append(None))
+    first.detach()
+    assert not ended
+    optimizer.step()
+    assert ended
+
+
 def test_nothing_is_kept_alive(device: str) -> None:
     model, optimizer, *_ = pair(device)
     train(model, optimizer, range(1))

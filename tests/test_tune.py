@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import pwd
 import subprocess
 import sys
 import time
@@ -240,6 +241,26 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("platformdirs")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert profiles.folder() == tmp_path / "fused-offload" / "profiles"
+
+
+def test_a_user_without_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in containers that run as any number: not a folder called ~ below wherever the program was started."""
+    pytest.importorskip("platformdirs")
+
+    def unknown(number: int) -> None:
+        raise KeyError(number)
+
+    for name in ("HOME", "XDG_DATA_HOME", profiles.FOLDER_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(OSError, match=r"no home folder .* set FUSED_OFFLOAD_PROFILES"):
+        profiles.folder()
+    monkeypatch.setattr(profiles, "read_key", lambda index: KEY)
+    profiles.of_device.cache_clear()
+    try:
+        assert profiles.of_device(0).reason.startswith("none: this user has no home folder")
+    finally:
+        profiles.of_device.cache_clear()
 
 
 @pytest.fixture
