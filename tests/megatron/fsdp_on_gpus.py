@@ -18,6 +18,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first 
 import torch
 from comparison import assert_same
 from fsdp_job import MOMENTS, FsdpJob, FsdpSpec, load, save
+from scenarios_fsdp import fully_sharded, resume_plainly, train_plainly
 
 from fused_offload.dtensors import local_of
 
@@ -84,10 +85,23 @@ def saves_twice_and_resumes(folder: Path) -> None:
                 assert_same(result, expected, f"{place}, {moments}, resumed at {iteration}")
 
 
+def stands_alone(folder: Path) -> None:
+    for decoupled in (False, True):
+        runs = [
+            train_plainly(*fully_sharded("ours", decoupled=decoupled, fraction=fraction), range(STEPS))
+            for fraction in (0.0, 1.0)
+        ]
+        assert_same(*runs, f"decoupled={decoupled}")
+    for saved_at, fraction in zip(SAVES, (1.0, 0.5), strict=True):
+        went_on, resumed = resume_plainly(folder / f"stand-alone {saved_at}", saved_at, STEPS, fraction)
+        assert_same(resumed, went_on, f"resumed at {saved_at}")
+
+
 SCENARIOS: tuple[Callable[[Path], None], ...] = (
     trains_the_bits_of_the_resident_run,
     has_the_bits_of_transformer_engine,
     saves_twice_and_resumes,
+    stands_alone,
 )
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from fsdp_job import FsdpJob, FsdpSpec, ShardReference, fake_gpu, load, optimizer_config, save, state_dict
+from fsdp_job import DEVICE, FsdpJob, FsdpSpec, ShardReference, fake_gpu, load, optimizer_config, save, state_dict
 from job import replaced
 from registry import BOTH_WORLDS, Context, Phase, scenario
 
@@ -38,7 +38,6 @@ RUNS = {
     "place of HybridDeviceOptimizer": Run(FsdpSpec(), 10, BOTH_WORLDS),
     "place of FusedAdam": Run(FsdpSpec("ours as FusedAdam"), 5),
     "default mode": Run(FsdpSpec(precision_aware=False), 5),
-    "default mode, place of FusedAdam": Run(FsdpSpec("ours as FusedAdam", precision_aware=False), 3),
     "window": Run(FsdpSpec(window_bytes=2**30), 3),
     **{strategy: Run(FsdpSpec(strategy=strategy), 3) for strategy in ("no_shard", "optim", "optim_grads")},
 }
@@ -89,8 +88,7 @@ scenario("Megatron-FSDP, moved away and back", _moved_away, _TWO)
 
 RESUMES = {
     "gated MLPs": FsdpSpec(),
-    "gated MLPs, place of FusedAdam": FsdpSpec("ours as FusedAdam"),
-    "gated MLPs, default mode": FsdpSpec(precision_aware=False),
+    "gated MLPs, default mode, place of FusedAdam": FsdpSpec("ours as FusedAdam", precision_aware=False),
     "gated MLPs, bf16 moments, optim": FsdpSpec(moments=torch.bfloat16, strategy="optim"),
     "gated MLPs, 8-bit moments": FsdpSpec(moments=torch.uint8),
     "gated experts": FsdpSpec(model="experts"),
@@ -257,16 +255,16 @@ scenario("Megatron-FSDP, the dummy step", _empty_checkpoint, _TWO)
 # -- the stand-alone form ----------------------------------------------------------------------------------------
 
 
-def _fully_sharded(optimizer: str, *, decoupled: bool, seed: int = 0) -> tuple[Any, Any]:
+def fully_sharded(optimizer: str, *, decoupled: bool, fraction: float = 1.0, seed: int = 0) -> tuple[Any, Any]:
     from megatron.core.distributed.fsdp.src.megatron_fsdp import fully_shard
     from torch.distributed.device_mesh import DeviceMesh
 
     torch.manual_seed(seed)
     layers = [torch.nn.Linear(30, 50), torch.nn.ReLU(), torch.nn.Linear(50, 50), torch.nn.ReLU()]
-    model = torch.nn.Sequential(*layers, torch.nn.Linear(50, 7))
+    model = torch.nn.Sequential(*layers, torch.nn.Linear(50, 7)).to(DEVICE)
     settings: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
     if optimizer == "ours":
-        offload = OffloadConfig(chunk_bytes=16000)
+        offload = OffloadConfig(fraction=fraction, chunk_bytes=16000)
         inner: Any = FusedOffloadAdam(model.parameters(), **settings, use_decoupled_grad=decoupled, offload=offload)
     else:
         inner = ShardReference(model.parameters(), **settings, betas=(0.9, 0.999), eps=1e-8)
@@ -284,21 +282,33 @@ def _fully_sharded(optimizer: str, *, decoupled: bool, seed: int = 0) -> tuple[A
     )
 
 
-def _train_plainly(model: Any, optimizer: Any, steps: range) -> list[float]:
+def train_plainly(model: Any, optimizer: Any, steps: range) -> dict[str, Any]:
+    """Losses, and this rank's shards of the weights at the end."""
     losses = []
     for step in steps:
         generator = torch.Generator().manual_seed(10 * step + torch.distributed.get_rank())
-        loss = model(torch.randn(4, 30, generator=generator)).square().mean()
+        loss = model(torch.randn(4, 30, generator=generator).to(DEVICE)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
-
-
-def _shards(model: Any) -> dict[str, torch.Tensor]:
     named = model.param_and_grad_buffer.optimizer_named_parameters
-    return {name: param._local_tensor.detach().clone() for name, param in named}
+    shards = {name: param._local_tensor.detach().clone() for name, param in named}
+    return {"losses": losses, "shards": shards}
+
+
+def resume_plainly(place: Path, saved_at: int, steps: int, fraction: float = 1.0) -> tuple[dict[str, Any], ...]:
+    """A run that saves and goes on, and another that starts elsewhere, loads and does the same."""
+    model, optimizer = fully_sharded("ours", decoupled=False)
+    train_plainly(model, optimizer, range(saved_at))
+    dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=place)
+    went_on = train_plainly(model, optimizer, range(saved_at, steps))
+    model, optimizer = fully_sharded("ours", decoupled=False, fraction=fraction, seed=1)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dcp.load(state, checkpoint_id=place)
+    model.load_state_dict(state["model"], strict=False)
+    optimizer.load_state_dict(state["optimizer"])
+    return went_on, train_plainly(model, optimizer, range(saved_at, steps))
 
 
 def _standalone(context: Context) -> dict[str, Any]:
@@ -306,22 +316,9 @@ def _standalone(context: Context) -> dict[str, Any]:
     with fake_gpu():
         for decoupled in (False, True):
             for name in ("ours", "reference"):
-                model, optimizer = _fully_sharded(name, decoupled=decoupled)
-                losses = _train_plainly(model, optimizer, range(5))
-                results[f"{name}, decoupled={decoupled}"] = {"losses": losses, "shards": _shards(model)}
-        model, optimizer = _fully_sharded("ours", decoupled=False)
-        _train_plainly(model, optimizer, range(3))
-        place = folder(context, "standalone")
-        dcp.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=place)
-        losses = _train_plainly(model, optimizer, range(3, 6))
-        results["went on"] = {"losses": losses, "shards": _shards(model)}
-        model, optimizer = _fully_sharded("ours", decoupled=False, seed=1)
-        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        dcp.load(state, checkpoint_id=place)
-        model.load_state_dict(state["model"], strict=False)
-        optimizer.load_state_dict(state["optimizer"])
-        losses = _train_plainly(model, optimizer, range(3, 6))
-        results["resumed"] = {"losses": losses, "shards": _shards(model)}
+                run = train_plainly(*fully_sharded(name, decoupled=decoupled), range(5))
+                results[f"{name}, decoupled={decoupled}"] = run
+        results["went on"], results["resumed"] = resume_plainly(folder(context, "standalone"), 3, 6)
     return results
 
 
