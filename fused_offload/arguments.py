@@ -61,8 +61,7 @@ def check_modes(
     for name, dtype in (("exp_avg_dtype", exp_avg_dtype), ("exp_avg_sq_dtype", exp_avg_sq_dtype)):
         if dtype not in EXP_AVG_FORMS:
             raise RuntimeError(f"FusedOffloadAdam only supports fp32/fp16/bf16/uint8 {name}, but got {dtype}.")
-    if numerics not in ("ieee", "te"):
-        raise ValueError(f"Invalid numerics: {numerics!r}, it should be 'ieee' or 'te'")
+    check_numerics(numerics, ())
 
 
 def check_rounding(stochastic_rounding: Any, rounding_seed: Any) -> None:
@@ -125,8 +124,11 @@ def check_numerics(numerics: str, params: Sequence[torch.Tensor]) -> None:
     """Raises for parameters that cannot be stepped with ``numerics``.
 
     Raises:
+        ValueError: for unknown numerics.
         RuntimeError: for the bits of an NVIDIA GPU where there is none.
     """
+    if numerics not in ("ieee", "te"):
+        raise ValueError(f"Invalid numerics: {numerics!r}, it should be 'ieee' or 'te'")
     if numerics == "te" and any(param.device.type == "cpu" for param in params):
         raise RuntimeError("numerics='te' reproduces an NVIDIA GPU's fast math; on the CPU use numerics='ieee'")
 

@@ -459,6 +459,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         """How a step works now, once the groups are checked."""
         for group in self.param_groups:
             check_hyperparameters(group, lr_required=True)
+        check_numerics(self.numerics, ())
+        check_rounding(self.stochastic_rounding, self.rounding_seed)
         return StepModes(
             self.adam_w_mode,
             self.use_decoupled_grad,

@@ -155,6 +155,22 @@ def test_unsupported_modes(device: str, options: dict[str, Any], error: type[Exc
 
 
 @pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [("numerics", "fast", ValueError), ("rounding_seed", -1, ValueError), ("rounding_seed", "x", TypeError)],
+)
+def test_modes_set_later(device: str, name: str, value: Any, error: type[Exception]) -> None:
+    """Wrappers set attributes of a running optimizer; a step reads them, and takes no more than the constructor."""
+    optimizer, params = make(device)
+    give_grads(optimizer, params, 9)
+    good = getattr(optimizer, name)
+    setattr(optimizer, name, value)
+    assert_step_refused(optimizer, error, f"Invalid {name}: {value!r}")
+    setattr(optimizer, name, good)
+    optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [4, 4]
+
+
+@pytest.mark.parametrize(
     ("option", "error", "message"),
     [
         ("maximize", TypeError, "minimize the negated loss"),
