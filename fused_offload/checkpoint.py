@@ -22,12 +22,13 @@ from .state import StateEntry, check_storable, get_unscaled, same_memory, set_sc
 from .tensors import is_frozen
 
 _TORCH_KEYS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
+_SCALED_DTYPES = (torch.float16, torch.uint8)
 _REQUIRED = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 
 
 def _exported(entry: StateEntry, key: str) -> torch.Tensor:
     view = entry.peek(key)
-    if entry.extent is None and view.dtype == torch.uint8:
+    if entry.extent is None and view.dtype in _SCALED_DTYPES:  # as other ranks export what they have of it
         return entry.outside(key, view.float())
     if entry.extent is None or not entry.form(key).scaled:
         entry.note_read(key)

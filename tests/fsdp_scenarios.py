@@ -474,8 +474,14 @@ def a_new_optimizer_is_not_stepped_by_saving() -> None:
 
 @scenario
 def every_kind_of_state_dict() -> None:
-    for forms in ({"master_weights": True}, FORMS["remainders"]):
-        every_kind(gpt(dtype=torch.bfloat16 if "store_param_remainders" in forms else torch.float32), forms)
+    eight_bit = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
+    for dtype, forms in (
+        (torch.float32, {"master_weights": True}),
+        (torch.bfloat16, FORMS["remainders"]),
+        (torch.bfloat16, FORMS["masters"]),
+        (torch.float32, eight_bit),
+    ):
+        every_kind(gpt(dtype=dtype), forms)
 
 
 def every_kind(model: GPT, forms: Settings) -> None:
