@@ -210,7 +210,7 @@ def _in_words(found: profiles.Found) -> str:
     if found.profile is None:
         return found.reason
     choices = [
-        f"{choice.state_bytes / 1e9:.1f} GB of state {label(chosen(choice))}" for choice in found.profile.choices
+        f"{choice.state_bytes / 1e9:.2f} GB of state {label(chosen(choice))}" for choice in found.profile.choices
     ]
     return f"{', '.join(choices)}; {found.reason}"
 

@@ -24,7 +24,10 @@ from .rig import NARROW, WIDE, Rig, rig
 
 ROUNDS = 3
 MORE_ROUNDS = 5
+_MOST_ROUNDS = 12
 _SMALL_NUMEL = 20_000_000
+_SMALLEST_SHARE = 8  # the smallest state is so much smaller still: there the host and zero-copy decide
+_FEW_BYTES = 12 * _SMALL_NUMEL
 _STEP_SECONDS = 0.06  # of the large state, roughly: long enough to be measured, short enough to try everything
 _MOST_BYTES = 3_000_000_000
 _SHARE_OF_MEMORY = 0.25  # that tuning takes of what is free, on host and GPU
@@ -94,7 +97,8 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
             deadline = time.perf_counter() + left / (len(numels) - len(swept))
             with rig(numel, WIDE, device) as steps:
                 swept.append(sweep(steps, deadline, report))
-            timings.append(Timing(swept[-1].param_numel, swept[-1].state_bytes, swept[-1].choice.ms))
+            if len(swept) > 1:  # predictions are for states that are worth one
+                timings.append(Timing(swept[-1].param_numel, swept[-1].state_bytes, swept[-1].choice.ms))
         timings.append(_time_narrow(numels[-1], swept[-1].choice, device, report))
         kernel_ms = _time_resident(numels[-1], device, report)
     profile = Profile(
@@ -107,8 +111,8 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
     return Tuning(profile, tuple(link), kernel_ms, tuple(swept), time.perf_counter() - start)
 
 
-def sizes(duplex_gbps: float, host_bytes: int, gpu_bytes: int) -> tuple[int, int]:
-    """Elements of a small and a large state.
+def sizes(duplex_gbps: float, host_bytes: int, gpu_bytes: int) -> tuple[int, int, int]:
+    """Elements of a very small, a small and a large state.
 
     Args:
         duplex_gbps: of the link, each way.
@@ -127,7 +131,12 @@ def sizes(duplex_gbps: float, host_bytes: int, gpu_bytes: int) -> tuple[int, int
             f"Too little memory to measure: {host_bytes / 1e9:.1f} GB may be taken on the host and "
             f"{gpu_bytes / 1e9:.1f} GB on the GPU. Stop what else uses them."
         )
-    return small, large
+    return small // _SMALLEST_SHARE, small, large
+
+
+def rounds_of(state_bytes: int) -> int:
+    """How often each way is timed: short steps more often, since what disturbs one does not grow with it."""
+    return min(_MOST_ROUNDS, max(ROUNDS, ROUNDS * _FEW_BYTES // max(1, state_bytes)))
 
 
 def _free_bytes(device: torch.device) -> tuple[int, int]:
@@ -149,7 +158,9 @@ def sweep(steps: Any, deadline: float, report: Report) -> Swept:
     ways = candidates(state_bytes)
     samples: dict[Streaming, list[float]] = {way: [] for way in ways}
     order = random.Random(0)
-    total = ROUNDS * len(ways) + MORE_ROUNDS * len(ways) // 2
+    rounds = rounds_of(state_bytes)
+    more_rounds = max(MORE_ROUNDS, rounds)
+    total = rounds * len(ways) + more_rounds * len(ways) // 2
     done = 0
 
     def go_round(some: Sequence[Streaming], *, must: bool) -> None:
@@ -160,9 +171,9 @@ def sweep(steps: Any, deadline: float, report: Report) -> Swept:
                 done = min(done + 1, total)
                 report(phase, done, total)
 
-    for index in range(ROUNDS):
+    for index in range(rounds):
         go_round(ways, must=index == 0)
-    for _ in range(MORE_ROUNDS):
+    for _ in range(more_rounds):
         go_round(worth_another_look(_timed(samples)), must=False)
     report(phase, total, total)
     timed = _timed(samples)
