@@ -13,13 +13,17 @@ import shutil
 import socket
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fused_offload.megatron import is_installed
+from fused_offload.megatron.options import warn_if_copies_drift
 from fused_offload.megatron.run import main
 from fused_offload.megatron.step_log import VARIABLE, checked_interval
 
@@ -34,6 +38,37 @@ def is_there(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
+
+
+@pytest.mark.parametrize(
+    ("moments", "stochastic", "has_copies", "named"),
+    [
+        (torch.uint8, False, True, "exp_avg_dtype uint8"),
+        (torch.bfloat16, True, True, "exp_avg_dtype bfloat16"),
+        (torch.bfloat16, False, True, None),
+        (torch.uint8, False, False, None),
+    ],
+)
+def test_copies_of_a_weight_on_two_stages(
+    moments: torch.dtype, stochastic: bool, has_copies: bool, named: str | None
+) -> None:
+    config = SimpleNamespace(
+        use_precision_aware_optimizer=True,
+        exp_avg_dtype=moments,
+        exp_avg_sq_dtype=torch.float32,
+        main_params_dtype=torch.float32,
+    )
+    model = torch.nn.Embedding(4, 2)
+    if has_copies:
+        model.weight.shared_embedding = True  # type: ignore[assignment] - as Megatron marks them
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warn_if_copies_drift(config, [model], stochastic_rounding=stochastic)
+    messages = [str(one.message) for one in caught]
+    assert len(messages) == (named is not None)
+    if named is not None:
+        assert messages[0].startswith(f"With {named}, rounding")
+        assert "--untie-embeddings-and-output-weights" in messages[0]
 
 
 needs_megatron = pytest.mark.skipif(not is_there("megatron.core"), reason="needs megatron-core")

@@ -27,6 +27,7 @@ from .options import (
     rounds_stochastically,
     takes_hybrid_place,
     uses_fsdp,
+    warn_if_copies_drift,
     warn_if_nothing_moves,
 )
 from .overlap import Overlap
@@ -232,6 +233,7 @@ def _wrapped_factory(factory: Callable[..., Any], layout: Layout, installation: 
         if isinstance(inner, MegatronAdam) and inner.place not in installation.warned:
             installation.warned.add(inner.place)
             warn_if_nothing_moves(config)
+            warn_if_copies_drift(config, model_chunks, stochastic_rounding=inner.stochastic_rounding)
         return optimizer
 
     return build

@@ -209,6 +209,37 @@ def _check_fsdp(config: Any, ddp_config: Any) -> None:
         )
 
 
+def warn_if_copies_drift(config: Any, model_chunks: Sequence[Any], *, stochastic_rounding: bool) -> None:
+    """One warning where a weight has copies on several pipeline stages that are not rounded alike.
+
+    Args:
+        config: Megatron's OptimizerConfig.
+        model_chunks: the wrapped model.
+        stochastic_rounding: whether bfloat16 moments are rounded stochastically.
+    """
+    if not config.use_precision_aware_optimizer:
+        return
+    dtypes = {"exp_avg_dtype": config.exp_avg_dtype, "exp_avg_sq_dtype": config.exp_avg_sq_dtype}
+    dtypes["main_params_dtype"] = config.main_params_dtype
+    by_place = [
+        f"{name} {str(dtype).removeprefix('torch.')}"
+        for name, dtype in dtypes.items()
+        if dtype in (torch.uint8, torch.float16) or (stochastic_rounding and dtype == torch.bfloat16)
+    ]
+    has_copies = any(
+        getattr(param, "shared_embedding", False) for chunk in model_chunks for param in chunk.parameters()
+    )
+    if by_place and has_copies:
+        warnings.warn(
+            f"With {', '.join(by_place)}, rounding depends on where a weight lies in its rank's shard, and the "
+            "embedding and the output layer, which share their weights, lie on two pipeline stages: their copies drift "
+            "apart. "
+            "Untie them (--untie-embeddings-and-output-weights), or store moments in bf16 without stochastic rounding "
+            "or in fp32.",
+            stacklevel=2,
+        )
+
+
 def warn_if_nothing_moves(config: Any) -> None:
     """One warning where the flags say to offload nothing."""
     if takes_hybrid_place(config) and config.optimizer_offload_fraction == 0:

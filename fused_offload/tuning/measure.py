@@ -26,8 +26,8 @@ ROUNDS = 3
 MORE_ROUNDS = 5
 _MOST_ROUNDS = 12
 _SMALL_NUMEL = 20_000_000
-_SMALLEST_SHARE = 8  # the smallest state is so much smaller still: there the host and zero-copy decide
-_FEW_BYTES = 12 * _SMALL_NUMEL
+_SMALLER = (16, 4)  # so many times: what the host's time and zero-copy decide differs from size to size
+_FEW_BYTES = 2 * 12 * _SMALL_NUMEL
 _STEP_SECONDS = 0.06  # of the large state, roughly: long enough to be measured, short enough to try everything
 _MOST_BYTES = 3_000_000_000
 _SHARE_OF_MEMORY = 0.25  # that tuning takes of what is free, on host and GPU
@@ -97,7 +97,7 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
             deadline = time.perf_counter() + left / (len(numels) - len(swept))
             with rig(numel, WIDE, device) as steps:
                 swept.append(sweep(steps, deadline, report))
-            if len(swept) > 1:  # predictions are for states that are worth one
+            if len(swept) > len(_SMALLER):  # predictions are for states that are worth one
                 timings.append(Timing(swept[-1].param_numel, swept[-1].state_bytes, swept[-1].choice.ms))
         timings.append(_time_narrow(numels[-1], swept[-1].choice, device, report))
         kernel_ms = _time_resident(numels[-1], device, report)
@@ -111,8 +111,8 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
     return Tuning(profile, tuple(link), kernel_ms, tuple(swept), time.perf_counter() - start)
 
 
-def sizes(duplex_gbps: float, host_bytes: int, gpu_bytes: int) -> tuple[int, int, int]:
-    """Elements of a very small, a small and a large state.
+def sizes(duplex_gbps: float, host_bytes: int, gpu_bytes: int) -> list[int]:
+    """Elements of the states that are stepped, ascending; the last but one is small and the last large.
 
     Args:
         duplex_gbps: of the link, each way.
@@ -131,7 +131,7 @@ def sizes(duplex_gbps: float, host_bytes: int, gpu_bytes: int) -> tuple[int, int
             f"Too little memory to measure: {host_bytes / 1e9:.1f} GB may be taken on the host and "
             f"{gpu_bytes / 1e9:.1f} GB on the GPU. Stop what else uses them."
         )
-    return small // _SMALLEST_SHARE, small, large
+    return [*(small // times for times in _SMALLER), small, large]
 
 
 def rounds_of(state_bytes: int) -> int:
