@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 
 import pytest
 from comparison import assert_same, whole_state
 from registry import BOTH_WORLDS, Phase, Results
 from scenarios_fsdp import BEFORE, RESUMES, RUNS, resume_name, training_name
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("einops") is None, reason="Megatron-FSDP needs einops")
 
 TRAINED = [(name, phase) for name, run in RUNS.items() for phase in run.phases]
 
