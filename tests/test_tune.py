@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -135,6 +136,35 @@ def test_sizes_fit_the_link_and_the_memory() -> None:
     assert measure.sizes(50.0, 10**12, 2 * 10**9)[-1] * 4 <= 0.5e9
     with pytest.raises(RuntimeError, match="Too little memory"):
         measure.sizes(50.0, 10**8, 80 * 10**9)
+
+
+def test_a_choice_for_every_size_and_a_profile_that_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measure = pytest.importorskip("fused_offload.tuning.measure")
+
+    class Steps(FakeSteps):
+        def __init__(self, numel: int, forms: dict[str, Any], *_: Any) -> None:
+            super().__init__()
+            self.param_numel, self.state_bytes = numel, numel * (6 if "exp_avg_dtype" in forms else 12)
+
+        def true_ms(self, way: Streaming) -> float:
+            if way.programs is not None:
+                return 0.1 + self.state_bytes / 40e6
+            return 1 + self.state_bytes / 50e6 + way.chunk_bytes / 50e6
+
+    rate = measure.LinkRate(16, 54.0, 53.0, 50.0)
+    monkeypatch.setattr(measure, "measure_link", lambda *_: [rate])
+    monkeypatch.setattr(measure, "_free_bytes", lambda _: (10**12, 80 * 10**9))
+    monkeypatch.setattr(measure, "rig", lambda *arguments: contextlib.nullcontext(Steps(*arguments)))
+    monkeypatch.setattr(measure, "_time_resident", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    tuning = measure.tune(KEY, CUDA, 45.0, lambda *_: None)
+    sizes = [choice.state_bytes for choice in tuning.profile.choices]
+    assert sizes == [15_000_000, 60_000_000, 240_000_000, 3_000_000_000]
+    assert [choice.transport for choice in tuning.profile.choices] == ["zero_copy", "zero_copy", "copy", "copy"]
+    assert [timing.state_bytes for timing in tuning.profile.timings] == [240_000_000, 3_000_000_000, 1_500_000_000]
+    profile = profiles.load(profiles.save(tuning.profile, tmp_path))
+    assert profile.choice_for(30_000_001).state_bytes == 60_000_000
+    assert profile.step_ms(240_000_000, 20_000_000) == pytest.approx(tuning.profile.timings[0].ms, rel=0.02)
 
 
 # -- profiles --------------------------------------------------------------------------------------------------------
