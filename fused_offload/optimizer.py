@@ -497,10 +497,13 @@ class FusedOffloadAdam(torch.optim.Optimizer):
                 "together. Load a checkpoint into model and optimizer (load_state_dict) to go on."
             )
 
-    def _check_saveable(self) -> None:
+    def _settle_for_save(self) -> None:
+        """Before a state dict: refuses what cannot be saved, then waits until all state is where it lives."""
         self._check_usable()
         if self._backward_steps is not None:
             self._backward_steps.check_closed()
+        self._wait_for_state()
+        self._store.rehome()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -515,9 +518,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        self._check_saveable()
-        self._wait_for_state()
-        self._store.rehome()
+        self._settle_for_save()
         state_dict = checkpoint.pack(self.param_groups, self.state, wanted_state_dict())
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, state_dict)
@@ -531,9 +532,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             As `state_dict`, with a ``step`` tensor beside each parameter's moments. Master weights are not part of that
             layout: load the parameters in float32 to keep them.
         """
-        self._check_saveable()
-        self._wait_for_state()
-        self._store.rehome()
+        self._settle_for_save()
         return checkpoint.pack_for_torch(self.param_groups, self.state, adam_w_mode=self.adam_w_mode)
 
     @torch._disable_dynamo

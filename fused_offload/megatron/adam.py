@@ -119,9 +119,7 @@ class MegatronAdam(FusedOffloadAdam):
 
     def packed_with_steps(self) -> dict[str, Any]:
         """As `state_dict`, with a ``step`` beside each parameter's state, where torch's optimizers have it."""
-        self._check_saveable()
-        self._wait_for_state()
-        self._store.rehome()
+        self._settle_for_save()
         return pack(self.param_groups, self.state, Wanted(with_steps=True))
 
     # -- state dicts under DistributedOptimizer ------------------------------------------------------------------
@@ -180,3 +178,10 @@ class MegatronAdam(FusedOffloadAdam):
 
 def _without_hybrid_settings(group: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in _HYBRID_SETTINGS}
+
+
+def inner_of(distributed: Any) -> MegatronAdam:
+    """The inner optimizer of a DistributedOptimizer that was built around a `MegatronAdam`."""
+    inner = distributed.optimizer
+    assert isinstance(inner, MegatronAdam)
+    return inner

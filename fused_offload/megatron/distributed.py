@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .adam import MegatronAdam
+from .adam import MegatronAdam, inner_of
 from .layout import REPLACED_METHODS, Layout
 from .shards import Shards
 from .values import are_remainders, read_values, write_master, write_values
@@ -48,9 +48,7 @@ class DistributedHooks:
     @property
     def inner(self) -> MegatronAdam:
         """The inner optimizer."""
-        inner = self._distributed.optimizer
-        assert isinstance(inner, MegatronAdam)
-        return inner
+        return inner_of(self._distributed)
 
     # -- training ------------------------------------------------------------------------------------------------
 

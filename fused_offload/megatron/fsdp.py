@@ -15,7 +15,7 @@ import torch
 
 from fused_offload.dtensors import distributed_like, is_distributed, local_of
 
-from .adam import MegatronAdam
+from .adam import MegatronAdam, inner_of
 
 _SPLITS = "megatron.core.transformer.fsdp_dtensor_checkpoint"
 _CHUNKS = "megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor"
@@ -57,9 +57,7 @@ class FsdpHooks:
     @property
     def inner(self) -> MegatronAdam:
         """The inner optimizer."""
-        inner = self._distributed.optimizer
-        assert isinstance(inner, MegatronAdam)
-        return inner
+        return inner_of(self._distributed)
 
     def _init_optimizer_states_with_dummy_values(self) -> None:
         """Makes state and step counts to load into, without the step that decays weights and reads old gradients."""

@@ -154,17 +154,19 @@ def memory_of(param_numel: int, training: Training) -> Memory:
     host = _extent_bytes(layout, offloaded)
     grads = held_numel * PARAM_DTYPES[training.grad_dtype].itemsize
     # "auto" takes memory that activations gave back, and those are no more than what else is on the GPU.
-    is_auto = offload.window_bytes == "auto"
-    window = min(training.other_gpu_bytes if offload.window_bytes == "auto" else offload.window_bytes, host)
+    if offload.window_bytes == "auto":
+        window, hidden = 0, min(training.other_gpu_bytes, host)
+    else:
+        window = hidden = min(offload.window_bytes, host)
     return Memory(
         params=held_numel * PARAM_DTYPES[training.param_dtype].itemsize,
         grads=min(PART_BYTES, grads) if training.in_backward else grads,
         resident_state=_extent_bytes(layout, align(max(0, shard_numel - offloaded))),
         ring=_ring_bytes(layout, offloaded, offload),
-        window=0 if is_auto else window,
+        window=window,
         other=training.other_gpu_bytes,
         host_state=host,
-        hidden=host if training.in_backward else window,
+        hidden=host if training.in_backward else hidden,
         ranks_per_node=training.ranks_per_node,
     )
 

@@ -90,23 +90,21 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
         duplex_gbps = max(rate.duplex_gbps for rate in link)
         numels = sizes(duplex_gbps, *_free_bytes(device))
         swept: list[Swept] = []
-        timings: list[Timing] = []
         for numel in numels:
             # The rest of the time is shared by the sizes that are left; a small state takes less than its share.
             left = seconds - (time.perf_counter() - start)
             deadline = time.perf_counter() + left / (len(numels) - len(swept))
             with rig(numel, WIDE, device) as steps:
                 swept.append(sweep(steps, deadline, report))
-            if len(swept) > len(_SMALLER):  # predictions are for states that are worth one
-                timings.append(Timing(swept[-1].param_numel, swept[-1].state_bytes, swept[-1].choice.ms))
-        timings.append(_time_narrow(numels[-1], swept[-1].choice, device, report))
+        narrow = _time_narrow(numels[-1], swept[-1].choice, device, report)
         kernel_ms = _time_resident(numels[-1], device, report)
     profile = Profile(
         key,
         datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
         duplex_gbps,
         tuple(one.choice for one in swept),
-        tuple(timings),
+        # Predictions are for states that are worth one: of the two largest.
+        (*(Timing(one.param_numel, one.state_bytes, one.choice.ms) for one in swept[-2:]), narrow),
     )
     return Tuning(profile, tuple(link), kernel_ms, tuple(swept), time.perf_counter() - start)
 

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from fused_offload import profiles
 from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, MIB, OffloadConfig
+from fused_offload.in_backward import PART_BYTES
 from fused_offload.profiles import Choice, Found, Profile
 
 from .budget import Memory, StepTime, Training, largest_model, memory_of, profile_step_time, step_time
@@ -172,7 +173,8 @@ def _notes(options: argparse.Namespace, memory: Memory, prediction: _Prediction,
             "of state, for activations are no more than --other-gpu. How much it is, only a run can tell."
         )
     if options.step_in_backward:
-        notes.append("Gradients wait on the GPU until there are 24 MiB of them; a larger one counts by itself.")
+        size = f"{PART_BYTES / MIB:g} MiB"
+        notes.append(f"Gradients wait on the GPU until there are {size} of them; a larger one counts by itself.")
     if found is not None and found.is_outdated:
         notes.append(f"Profile of this machine {found.reason}.")
     if options.ranks_per_node > 1 and memory.host_state:

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from job import SEQUENCE, VOCABULARY, ShardState, Step, replaced, te_branches
+from job import PLAIN_LAYERS, SEQUENCE, VOCABULARY, ShardState, Step, replaced, te_branches
 from reference_optimizer import ReferenceAdam
 
 import fused_offload.megatron as fom
 from fused_offload import OffloadConfig
 from fused_offload.dtensors import is_distributed, local_of
-from fused_offload.kernels.reference import adam_scalars, adam_step_
+from fused_offload.kernels.reference import adam_step_
 from fused_offload.megatron.adam import MegatronAdam
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,16 +58,7 @@ class ShardReference(ReferenceAdam):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            scalars = adam_scalars(
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                step=group["step"],
-                bias_corrected=True,
-                adam_w_mode=True,
-            )
+            scalars = self._next_scalars(group)
             for param in group["params"]:
                 grad = getattr(param, "decoupled_grad", None) if self.decoupled else param.grad
                 if grad is not None:
@@ -197,13 +188,7 @@ def _build_model(spec: FsdpSpec) -> Any:
         use_cpu_initialization=True,
         params_dtype=torch.bfloat16,
         bf16=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        add_bias_linear=False,
+        **PLAIN_LAYERS,
         num_moe_experts=4 if spec.model == "experts" else None,
         gated_linear_unit=spec.is_gpt,
         activation_func=torch.nn.functional.silu,

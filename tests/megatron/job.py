@@ -155,6 +155,18 @@ def optimizer_config(spec: JobSpec) -> Any:
     return config
 
 
+PLAIN_LAYERS: dict[str, Any] = {
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+    "gradient_accumulation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "add_bias_linear": False,
+}
+"""Of a TransformerConfig: the same in every run, and nothing that needs a GPU."""
+
+
 def build_model(spec: JobSpec) -> Any:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -173,13 +185,7 @@ def build_model(spec: JobSpec) -> Any:
         params_dtype=spec.dtype,
         bf16=spec.dtype == torch.bfloat16,
         fp16=spec.dtype == torch.float16,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        add_bias_linear=False,
+        **PLAIN_LAYERS,
     )
     layers = get_gpt_layer_local_spec(num_experts=layout.experts or None, moe_grouped_gemm=False)
     model = GPTModel(config, layers, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE).to(spec.dtype)

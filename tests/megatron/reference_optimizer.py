@@ -19,7 +19,7 @@ from fused_offload.kernels.forms import (
     encode_,
     rounding_counter,
 )
-from fused_offload.kernels.reference import AdamState, adam_scalars, adam_step_
+from fused_offload.kernels.reference import AdamScalars, AdamState, adam_scalars, adam_step_
 
 _MOMENT_FORMS = {torch.float32: (FP32, FP32), torch.bfloat16: (BF16, BF16), torch.uint8: (ROOT8, LOG8)}
 _KEYS = ("exp_avg", "exp_avg_sq", "master_param")
@@ -67,20 +67,24 @@ class ReferenceAdam(torch.optim.Optimizer):
         stored = [_stored(form, self.state[param][key]) for key, form in zip(_KEYS, forms, strict=True)]
         return AdamState(*stored, init_moments=is_new, init_master=is_new)
 
+    def _next_scalars(self, group: dict[str, Any]) -> AdamScalars:
+        """Counts a step of a group."""
+        group["step"] = group.get("step", 0) + 1
+        return adam_scalars(
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            step=group["step"],
+            bias_corrected=True,
+            adam_w_mode=True,
+        )
+
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         number = 0
         for group in self.param_groups:
-            group["step"] = group.get("step", 0) + 1
-            scalars = adam_scalars(
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                step=group["step"],
-                bias_corrected=True,
-                adam_w_mode=True,
-            )
+            scalars = self._next_scalars(group)
             for param in group["params"]:
                 state, grad = self._state_of(param), param.decoupled_grad.reshape(-1)
                 adam_step_(param, grad, state, scalars, counter=rounding_counter(number, 0))
