@@ -44,13 +44,14 @@ def _scale(config: pytest.Config) -> Scale:
 
 
 class _ResultsFile:
-    """Writes rows at the end of the session, with what was skipped or failed and why."""
+    """Rows, and what was skipped or failed and why; written after each test, so that a run cut off leaves what it has."""
 
     def __init__(self, path: Path, config: pytest.Config) -> None:
         self._path = path
         self._config = config
         self._skipped: dict[str, list[str]] = {}  # by reason
         self._failed: list[str] = []
+        self._machine = machine_facts()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped:
@@ -58,12 +59,17 @@ class _ResultsFile:
             self._skipped.setdefault(reason.removeprefix("Skipped: "), []).append(report.nodeid)
         elif report.failed:
             self._failed.append(report.nodeid)
+        if report.when == "teardown":
+            self._write()
 
     def pytest_sessionfinish(self) -> None:
+        self._write()
+
+    def _write(self) -> None:
         results: dict[str, Any] = {
             "command": " ".join(["pytest", *self._config.invocation_params.args]),
             "scale": asdict(_scale(self._config)),
-            "machine": machine_facts(),
+            "machine": self._machine,
             "rows": self._config.stash[_ROWS].as_json(),
             "skipped": self._skipped,
             "failed": self._failed,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from fused_offload.config import MIB
 
 from .measure import Swept, Tuning
+
+_COLUMNS = 3
 
 
 def draw(tuning: Tuning, path: Path) -> None:
@@ -19,11 +22,15 @@ def draw(tuning: Tuning, path: Path) -> None:
     """
     from matplotlib.figure import Figure  # not pyplot: nothing is shown, so no display is looked for
 
-    figure = Figure(figsize=(5 * (1 + len(tuning.swept)), 4), layout="constrained")
-    axes = figure.subplots(1, 1 + len(tuning.swept), squeeze=False)[0]
-    _draw_link(axes[0], tuning)
-    for axis, swept in zip(axes[1:], tuning.swept, strict=True):
+    drawn = 1 + len(tuning.swept)
+    rows = -(-drawn // _COLUMNS)
+    figure = Figure(figsize=(5 * _COLUMNS, 4 * rows), layout="constrained")
+    link, *steps = figure.subplots(rows, _COLUMNS, squeeze=False).flat
+    _draw_link(link, tuning)
+    for axis, swept in zip(steps, tuning.swept, strict=False):
         _draw_steps(axis, swept)
+    for axis in steps[drawn - 1 :]:
+        axis.set_axis_off()
     figure.suptitle(f"{tuning.profile.key.gpu}, {tuning.profile.measured}")
     figure.savefig(path, dpi=150)
 
@@ -33,7 +40,8 @@ def _draw_link(axis: Any, tuning: Tuning) -> None:
     axis.plot(sizes, [rate.h2d_gbps for rate in tuning.link], "o-", label="host to device")
     axis.plot(sizes, [rate.d2h_gbps for rate in tuning.link], "s-", label="device to host")
     axis.plot(sizes, [rate.duplex_gbps for rate in tuning.link], "^-", label="each way, both at once")
-    axis.set(title="The link", xlabel="MiB a copy", ylabel="GB/s", xscale="log", ylim=(0, None))
+    axis.set(title="The link", ylabel="GB/s", ylim=(0, None))
+    _mib_axis(axis, sizes, "MiB a copy")
     axis.legend()
 
 
@@ -44,7 +52,14 @@ def _draw_steps(axis: Any, swept: Swept) -> None:
         axis.plot([size for size, _ in line], [ms for _, ms in line], "o-", label=f"depth {depth}")
     best = min((one for one in swept.timed if one.streaming.programs is not None), key=lambda one: one.ms)
     axis.axhline(best.ms, linestyle="--", color="grey", label=best.label)
-    axis.set(
-        title=f"A step of {swept.state_bytes / 1e9:.2f} GB each way", xlabel="MiB a chunk", ylabel="ms", xscale="log"
-    )
+    axis.set(title=f"A step of {swept.state_bytes / 1e9:.2f} GB each way", ylabel="ms")
+    _mib_axis(axis, {one.streaming.chunk_bytes / MIB for one in copies}, "MiB a chunk")
     axis.legend()
+
+
+def _mib_axis(axis: Any, sizes: Iterable[float], name: str) -> None:
+    """Sizes by ratio, each with its number: powers of ten, which a logarithmic axis has by itself, say little here."""
+    axis.set_xscale("log", base=2)
+    axis.set_xticks(sorted(sizes), [f"{size:g}" for size in sorted(sizes)], minor=False)
+    axis.set_xticks([], minor=True)
+    axis.set_xlabel(name)
