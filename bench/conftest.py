@@ -44,7 +44,10 @@ def _scale(config: pytest.Config) -> Scale:
 
 
 class _ResultsFile:
-    """Rows, and what was skipped or failed and why; written after each test, so that a run cut off leaves what it has."""
+    """Rows, and what was skipped or failed and why.
+
+    Written after each test, so that a run that is cut off leaves what it has measured.
+    """
 
     def __init__(self, path: Path, config: pytest.Config) -> None:
         self._path = path

@@ -23,7 +23,6 @@ from fused_offload.tuning.rig import NARROW, WIDE, Rig, rig
 
 pytestmark = pytest.mark.gpu
 
-_FEW_BYTES = 500_000_000  # steps of less are short: what disturbs them is large beside them, and they cost little
 SIZES = (1_000_000, 5_000_000, 20_000_000, 100_000_000, 1_000_000_000)
 
 
@@ -60,8 +59,7 @@ def test_tuned(
         compared = {"defaults": DEFAULTS, "auto": auto}
         swept: dict[Streaming, float] = {}
         if request.config.getoption("sweep"):
-            sweep_rounds = scale.compared_rounds if state_bytes < _FEW_BYTES else scale.rounds
-            swept = sweep(steps, {*candidates(state_bytes), auto}, sweep_rounds)
+            swept = sweep(steps, {*candidates(state_bytes), auto}, more_often(scale.rounds, state_bytes))
             # The least of many medians is less than that way takes: it is timed anew beside what it is compared with.
             compared["fastest"] = min(swept, key=lambda way: swept[way])
         copy_sizes = [scale.bytes_of(mib) for mib in DUPLEX_MIB]
@@ -81,7 +79,8 @@ def test_tuned(
             shuffled = order.sample(sorted(compared), len(compared))
             return {case: steps.time(compared[case], steps=1)[0] for case in shuffled}
 
-        rounds = measure(benchmark, one_round, rounds=scale.compared_rounds, warmup_rounds=min(1, scale.warmup_rounds))
+        often = more_often(scale.compared_rounds, state_bytes)
+        rounds = measure(benchmark, one_round, rounds=often, warmup_rounds=min(1, scale.warmup_rounds))
     resident.optimizer.close()
 
     cases = {case: (label(way), [one[case] for one in rounds]) for case, way in compared.items()}
@@ -111,6 +110,11 @@ def test_tuned(
             note=note,
         )
         rows.add(benchmark, row)
+
+
+def more_often(rounds: int, state_bytes: int) -> int:
+    """More rounds for short steps: what disturbs them is large beside them, and they cost little."""
+    return rounds * (4 if state_bytes < 100_000_000 else 2 if state_bytes < 1_000_000_000 else 1)
 
 
 def sweep(steps: Rig, ways: Collection[Streaming], rounds: int) -> dict[Streaming, float]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
-from statistics import median
+from statistics import fmean
 from typing import NamedTuple
 
-from fused_offload.config import MIB
+from fused_offload.config import DEFAULT_PROGRAMS, MIB
 from fused_offload.profiles import Choice
 from fused_offload.streaming import Streaming
 
@@ -17,10 +17,14 @@ DEPTHS = (2, 3, 4)
 PROGRAMS = (16, 32, 64, 128)
 
 _AS_GOOD = 0.01
-"""What is so little slower than the fastest counts as equal; then what takes less of the GPU wins."""
+"""Copies that are so little slower than the fastest count as equal; then the smallest ring wins."""
 
 _ZERO_COPY_GAIN = 0.03
 """Zero-copy has to save so much of the time: its kernel takes multiprocessors from whatever runs beside."""
+
+_PROGRAMS_GAIN = 0.03
+"""Another number of programs than the default has to save so much: how many a kernel needs depends on the stored forms,
+of which one is measured, and too few cost more than too many."""
 
 _WORTH_ANOTHER_LOOK = 0.05
 _MOST_LOOKED_AT = 6
@@ -43,8 +47,14 @@ class Timed(NamedTuple):
 
     @property
     def ms(self) -> float:
-        """Median."""
-        return median(self.samples_ms)
+        """Mean of the middle half.
+
+        As steady as a median where there are outliers. But a host's speed may change between two levels every few
+        seconds; then the medians of two ways may lie at different levels, though both ways saw as much of each.
+        """
+        ordered = sorted(self.samples_ms)
+        outside = len(ordered) // 4
+        return fmean(ordered[outside : len(ordered) - outside])
 
     @property
     def label(self) -> str:
@@ -112,8 +122,8 @@ def choose(timed: Sequence[Timed], state_bytes: int) -> Choice:
         timed: copies and zero-copy kernels, of both at least one.
         state_bytes: of the extent that was stepped.
     """
-    copy = _least(_copies(timed), lambda way: way.depth * way.chunk_bytes)
-    zero_copy = _least(_zero_copies(timed), lambda way: way.programs or 0)
+    copy = _least(_copies(timed), _AS_GOOD, lambda way: way.depth * way.chunk_bytes)
+    zero_copy = _least(_zero_copies(timed), _PROGRAMS_GAIN, lambda way: way.programs != DEFAULT_PROGRAMS)
     is_zero_copy = zero_copy.ms < copy.ms * (1 - _ZERO_COPY_GAIN)
     winner = zero_copy if is_zero_copy else copy
     return Choice(
@@ -135,9 +145,10 @@ def _zero_copies(timed: Sequence[Timed]) -> list[Timed]:
     return [one for one in timed if one.streaming.programs is not None]
 
 
-def _least(timed: Sequence[Timed], cost: Callable[[Streaming], int]) -> Timed:
+def _least(timed: Sequence[Timed], tolerance: float, cost: Callable[[Streaming], int]) -> Timed:
+    """What costs least of all that is as good as the fastest; of equals the fastest."""
     best = min(one.ms for one in timed)
-    as_good = [one for one in timed if one.ms <= best * (1 + _AS_GOOD)]
+    as_good = [one for one in timed if one.ms <= best * (1 + tolerance)]
     return min(as_good, key=lambda one: (cost(one.streaming), one.ms))
 
 
@@ -145,7 +156,7 @@ def _why(timed: Sequence[Timed], winner: Timed, copy: Timed, zero_copy: Timed) -
     fastest = min(timed, key=lambda one: one.ms)
     words = [f"{winner.label} takes {winner.ms:.2f} ms"]
     if fastest is not winner:
-        words.append(f"{fastest.label} is {1 - fastest.ms / winner.ms:.1%} faster and takes more of the GPU")
+        words.append(f"{fastest.label} is {1 - fastest.ms / winner.ms:.1%} faster, which is too little")
     defaults = next((one for one in timed if one.streaming == DEFAULTS), None)
     if defaults is not None and defaults is not winner:
         words.append(f"the defaults ({defaults.label}) take {defaults.ms / winner.ms:.3f} times as long")

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ from fused_offload.machine_key import read_key
 from . import measure
 from .choose import Timed, chosen
 from .measure import Swept, Tuning
+
+_SECONDS_BETWEEN_DRAWINGS = 0.2
 
 
 def tune(options: argparse.Namespace) -> int:
@@ -102,13 +105,13 @@ def _check_folder(path: Path) -> None:
 
 
 class _ProgressBar:
-    """A bar for each phase, on the standard error output."""
+    """A bar for each phase, on the standard error output, drawn between measurements: no thread draws beside them."""
 
     def __init__(self) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True)
-        )
+        columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
+        self._progress = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
         self._tasks: dict[str, TaskID] = {}
+        self._drawn = 0.0
 
     def __enter__(self) -> _ProgressBar:
         self._progress.start()
@@ -122,6 +125,9 @@ class _ProgressBar:
         if phase not in self._tasks:
             self._tasks[phase] = self._progress.add_task(phase, total=total)
         self._progress.update(self._tasks[phase], completed=done, total=total)
+        if done == total or time.monotonic() - self._drawn > _SECONDS_BETWEEN_DRAWINGS:
+            self._progress.refresh()
+            self._drawn = time.monotonic()
 
 
 def as_json(tuning: Tuning, path: Any = None) -> dict[str, Any]:
