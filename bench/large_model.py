@@ -53,6 +53,10 @@ HOST_RESERVE_BYTES = 6 * 10**9
 """Host memory that the search for the largest model leaves to Python, CUDA and the system."""
 GPU_RESERVE_BYTES = 10**9
 """GPU memory that it leaves to the allocator's rounding."""
+PEAK_LR = 1e-4
+WARM_UP = 2000
+"""Iterations of linear warm-up. A model of this width that starts at the full rate predicts the same for all tokens."""
+
 TINY = {"layers": 2, "width": 128, "vocab": 512, "length": 32, "batch": 2, "iterations": 3, "text_bytes": 2**20}
 
 Record = dict[str, Any]
@@ -123,7 +127,7 @@ def build_optimizer(params: list[nn.Parameter], options: argparse.Namespace) -> 
     """The optimizer, its state page-locked but not written yet."""
     optimizer = FusedOffloadAdam(
         params,
-        lr=1e-5,  # no warm-up in so few iterations
+        lr=PEAK_LR,
         betas=(0.9, 0.95),
         weight_decay=0.1,
         master_weights=True,
@@ -219,6 +223,8 @@ def train(
     for index in range(options.iterations):
         if index > 2 and ended + longest > deadline:
             return
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK_LR * min(1.0, (index + 1) / WARM_UP)
         began = mark(device)
         loss = torch.zeros((), device=device)
         for _ in range(options.microbatches):
