@@ -225,8 +225,8 @@ def _tuning_lines(record: Record) -> Iterator[str]:
         ),
     )
     for steps, choice in zip(record["steps"], record["profile"]["choices"], strict=True):
-        numel, gigabytes = steps["param_numel"], steps["state_bytes"] / 1e9
-        yield from ("", f"### A step of {numel:,} parameters, {gigabytes:.2f} GB each way, ms", "")
+        numel, size = steps["param_numel"], number(steps["state_bytes"] / 1e9)
+        yield from ("", f"### A step of {numel:,} parameters, {size} GB each way, ms", "")
         copies = [one for one in steps["timed"] if one["programs"] is None]
         depths = sorted({one["depth"] for one in copies})
         cells = {(one["chunk_bytes"], one["depth"]): number(one["ms"], 4) for one in copies}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import json
 import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,7 +71,7 @@ class Profile:
         measured: when, ISO 8601.
         duplex_gbps: what plain copies reach each way, both directions at once.
         choices: by ascending size of the state.
-        timings: steps with the most bytes for each parameter at two sizes, ascending, then one with the fewest.
+        timings: steps with the most bytes for each parameter at two sizes or more, ascending, then one with the fewest.
     """
 
     key: MachineKey
@@ -83,7 +85,7 @@ class Profile:
         return min(self.choices, key=lambda choice: abs(math.log(max(1, state_bytes) / choice.state_bytes)))
 
     def step_ms(self, state_bytes: int, param_numel: int) -> float:
-        """Predicts a step: a constant, and time for each byte that depends on the bytes of a parameter.
+        """Predicts a step: between what was measured, then faster by what fewer bytes a parameter save.
 
         Args:
             state_bytes: that move, each way.
@@ -91,14 +93,25 @@ class Profile:
         """
         if not state_bytes or not param_numel:
             return 0.0
-        small, large, narrow = self.timings
-        per_byte = (large.ms - small.ms) / max(1, large.state_bytes - small.state_bytes)
-        constant = max(0.0, small.ms - per_byte * small.state_bytes)
-        wide_rate = (large.ms - constant) / large.state_bytes
-        narrow_rate = (narrow.ms - constant) / narrow.state_bytes
-        wide, least = large.state_bytes / large.param_numel, narrow.state_bytes / narrow.param_numel
-        share = min(1.0, max(0.0, (state_bytes / param_numel - least) / (wide - least)))
-        return constant + state_bytes * (narrow_rate + share * (wide_rate - narrow_rate))
+        *wide, narrow = self.timings
+        narrow_ratio = narrow.ms / _between(wide, narrow.state_bytes)
+        most, least = (timing.state_bytes / timing.param_numel for timing in (wide[-1], narrow))
+        share = min(1.0, max(0.0, (state_bytes / param_numel - least) / (most - least)))
+        return _between(wide, state_bytes) * (narrow_ratio + share * (1 - narrow_ratio))
+
+
+def _between(timings: Sequence[Timing], state_bytes: int) -> float:
+    """Time of a step in ms, by straight lines through what was measured and beyond its ends."""
+    index = bisect.bisect_left([timing.state_bytes for timing in timings], state_bytes)
+    upper = min(max(index, 1), len(timings) - 1)
+    begin, end = timings[upper - 1 : upper + 1]
+    per_byte = (end.ms - begin.ms) / (end.state_bytes - begin.state_bytes)
+    if index == 0:  # no state takes no less than nothing, and no longer than some
+        at_none = min(max(0.0, begin.ms - per_byte * begin.state_bytes), begin.ms)
+        return at_none + (begin.ms - at_none) * state_bytes / begin.state_bytes
+    if index == len(timings):
+        per_byte = max(0.0, per_byte)
+    return begin.ms + per_byte * (state_bytes - begin.state_bytes)
 
 
 class Found(NamedTuple):
@@ -193,7 +206,7 @@ def _check(profile: Profile) -> None:
         raise ValueError("its key is not made of texts")
     if not 0 < profile.duplex_gbps < math.inf:
         raise ValueError("duplex_gbps is not above 0")
-    if not profile.choices or len(profile.timings) != 3:
+    if not profile.choices or len(profile.timings) < 3:
         raise ValueError("it lacks choices or timings")
     for choice in profile.choices:
         counts = (choice.state_bytes, choice.chunk_bytes, choice.depth, choice.programs)
@@ -204,7 +217,10 @@ def _check(profile: Profile) -> None:
     for timing in profile.timings:
         if not all(isinstance(value, (int, float)) and 0 < value < 2**63 for value in timing):
             raise ValueError("a timing is not made of numbers above 0 and below 2^63")
-    _, large, narrow = profile.timings
+    *wide, narrow = profile.timings
+    if any(begin.state_bytes >= end.state_bytes for begin, end in itertools.pairwise(wide)):
+        raise ValueError("its timings are not by ascending size of the state")
+    large = wide[-1]
     if large.state_bytes * narrow.param_numel <= narrow.state_bytes * large.param_numel:
         raise ValueError("the last timing is not of fewer bytes a parameter than the others")
 

@@ -194,10 +194,11 @@ def test_a_choice_for_every_size_and_a_profile_that_is_taken(monkeypatch: pytest
     assert sizes == [3_750_000, 15_000_000, 60_000_000, 240_000_000, 3_000_000_000]
     transports = [choice.transport for choice in tuning.profile.choices]
     assert transports == ["zero_copy", "zero_copy", "zero_copy", "copy", "copy"]
-    assert [timing.state_bytes for timing in tuning.profile.timings] == [240_000_000, 3_000_000_000, 1_500_000_000]
+    assert [timing.state_bytes for timing in tuning.profile.timings] == [*sizes, 1_500_000_000]
     profile = profiles.load(profiles.save(tuning.profile, tmp_path))
     assert profile.choice_for(30_000_001).state_bytes == 60_000_000
-    assert profile.step_ms(240_000_000, 20_000_000) == pytest.approx(tuning.profile.timings[0].ms, rel=0.02)
+    for timing in tuning.profile.timings:
+        assert profile.step_ms(timing.state_bytes, timing.param_numel) == pytest.approx(timing.ms)
 
 
 # -- profiles --------------------------------------------------------------------------------------------------------
@@ -269,6 +270,7 @@ def test_a_profile_of_another_machine_is_ignored(tmp_path: Path, field: str) -> 
         (lambda record: record["timings"][0].update(ms=float("inf")), "numbers above 0"),
         (lambda record: record["timings"][1].update(state_bytes=10**400), "below 2^63"),
         (lambda record: record["timings"].reverse(), "fewer bytes a parameter"),
+        (lambda record: record["timings"].insert(0, record["timings"][1]), "ascending"),
         (lambda record: record["timings"].pop(), "timings"),
     ],
 )
@@ -410,6 +412,23 @@ def test_predictions_meet_what_was_measured() -> None:
     assert PROFILE.step_ms(12 * 10**9, 10**9) == pytest.approx(72 + 9 * 65 / 2.76, rel=1e-6)
     assert PROFILE.step_ms(6 * 10**9, 10**9) < PROFILE.step_ms(10 * 10**9, 10**9) < PROFILE.step_ms(12 * 10**9, 10**9)
     assert PROFILE.step_ms(0, 0) == 0
+
+
+def test_predictions_for_small_state_follow_what_was_measured_there() -> None:
+    *wide, narrow = PROFILE.timings
+    small = Timing(1_000_000, 12_000_000, 0.7), Timing(5_000_000, 60_000_000, 1.9)
+    profile = dataclasses.replace(PROFILE, timings=(*small, *wide, narrow))
+    for timing in profile.timings:
+        assert profile.step_ms(timing.state_bytes, timing.param_numel) == pytest.approx(timing.ms)
+    assert profile.step_ms(36_000_000, 3_000_000) == pytest.approx((0.7 + 1.9) / 2)
+    assert profile.step_ms(12 * 10**9, 10**9) == pytest.approx(PROFILE.step_ms(12 * 10**9, 10**9))
+    assert profile.step_ms(12, 1) == pytest.approx(0.7 - 12 * 1.2 / 48, rel=1e-3)
+    by_size = [profile.step_ms(12 * numel, numel) for numel in range(1, 400_000_000, 1_000_000)]
+    assert by_size == sorted(by_size)
+    # What disturbed the smallest step must not grow towards no state at all, nor may less than nothing be predicted.
+    slow, steep = Timing(1_000_000, 12_000_000, 2.5), Timing(1_000_000, 12_000_000, 0.1)
+    assert dataclasses.replace(profile, timings=(slow, *profile.timings[1:])).step_ms(12, 1) == pytest.approx(2.5)
+    assert 0 <= dataclasses.replace(profile, timings=(steep, *profile.timings[1:])).step_ms(12, 1) < 0.1
 
 
 @pytest.mark.usefixtures("tuned")

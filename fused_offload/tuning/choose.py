@@ -69,6 +69,11 @@ def label(streaming: Streaming) -> str:
     return f"{streaming.chunk_bytes / MIB:g} MiB x {streaming.depth}"
 
 
+def gigabytes(nbytes: int) -> str:
+    """Size of a state in words; the smallest are megabytes."""
+    return f"{nbytes / 1e9:.3g} GB"
+
+
 def chosen(choice: Choice) -> Streaming:
     """The way to stream that a choice is."""
     if choice.transport == "zero_copy":

@@ -20,7 +20,7 @@ from fused_offload.hostmem import available_host_bytes
 from fused_offload.machine_key import version_of
 from fused_offload.pinned import PinnedSlab
 
-from .choose import chosen, label
+from .choose import chosen, gigabytes, label
 
 _COPY_BYTES = 64 * 2**20
 _COPY_SECONDS = 0.3  # each way
@@ -209,9 +209,7 @@ def _read_gpus(sysfs: Path, nvml: Callable[[], Any]) -> tuple[Gpu, ...]:
 def _in_words(found: profiles.Found) -> str:
     if found.profile is None:
         return found.reason
-    choices = [
-        f"{choice.state_bytes / 1e9:.2f} GB of state {label(chosen(choice))}" for choice in found.profile.choices
-    ]
+    choices = [f"{gigabytes(choice.state_bytes)} of state {label(chosen(choice))}" for choice in found.profile.choices]
     return f"{', '.join(choices)}; {found.reason}"
 
 

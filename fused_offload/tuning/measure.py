@@ -18,7 +18,7 @@ from fused_offload.machine_key import MachineKey
 from fused_offload.profiles import Choice, Profile, Timing
 from fused_offload.streaming import Streaming
 
-from .choose import Timed, candidates, choose, chosen, graph_candidates, worth_another_look
+from .choose import Timed, candidates, choose, chosen, gigabytes, graph_candidates, worth_another_look
 from .link import LinkRate, Report, measure_link
 from .rig import NARROW, WIDE, Rig, rig
 
@@ -103,8 +103,7 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
         datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
         duplex_gbps,
         tuple(one.choice for one in swept),
-        # Predictions are for states that are worth one: of the two largest.
-        (*(Timing(one.param_numel, one.state_bytes, one.choice.ms) for one in swept[-2:]), narrow),
+        (*(Timing(one.param_numel, one.state_bytes, one.choice.ms) for one in swept), narrow),
     )
     return Tuning(profile, tuple(link), kernel_ms, tuple(swept), time.perf_counter() - start)
 
@@ -152,7 +151,7 @@ def sweep(steps: Any, deadline: float, report: Report) -> Swept:
         report: told about the progress.
     """
     state_bytes = steps.state_bytes
-    phase = f"steps of {state_bytes / 1e9:.2f} GB"
+    phase = f"steps of {gigabytes(state_bytes)}"
     ways = candidates(state_bytes)
     samples: dict[Streaming, list[float]] = {way: [] for way in ways}
     order = random.Random(0)
@@ -193,7 +192,7 @@ def _timed(samples: dict[Streaming, list[float]]) -> tuple[Timed, ...]:
 def _time_narrow(numel: int, choice: Choice, device: torch.device, report: Report) -> Timing:
     report("steps of 6 bytes a parameter", 0, 1)
     with rig(numel, NARROW, device) as steps:
-        ms = median(steps.time(chosen(choice), steps=2 * ROUNDS))
+        ms = median(steps.time(chosen(choice), steps=4 * ROUNDS))
         timing = Timing(steps.param_numel, steps.state_bytes, ms)
     report("steps of 6 bytes a parameter", 1, 1)
     return timing

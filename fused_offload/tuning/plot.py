@@ -8,6 +8,7 @@ from typing import Any
 
 from fused_offload.config import MIB
 
+from .choose import gigabytes
 from .measure import Swept, Tuning
 
 _COLUMNS = 3
@@ -52,7 +53,7 @@ def _draw_steps(axis: Any, swept: Swept) -> None:
         axis.plot([size for size, _ in line], [ms for _, ms in line], "o-", label=f"depth {depth}")
     best = min((one for one in swept.timed if one.streaming.programs is not None), key=lambda one: one.ms)
     axis.axhline(best.ms, linestyle="--", color="grey", label=best.label)
-    axis.set(title=f"A step of {swept.state_bytes / 1e9:.2f} GB each way", ylabel="ms")
+    axis.set(title=f"A step of {gigabytes(swept.state_bytes)} each way", ylabel="ms")
     _mib_axis(axis, {one.streaming.chunk_bytes / MIB for one in copies}, "MiB a chunk")
     axis.legend()
 

@@ -22,7 +22,7 @@ from fused_offload.config import MIB
 from fused_offload.machine_key import read_key
 
 from . import measure
-from .choose import Timed, chosen
+from .choose import Timed, chosen, gigabytes
 from .measure import Swept, Tuning
 
 _SECONDS_BETWEEN_DRAWINGS = 0.2
@@ -183,7 +183,7 @@ def show(tuning: Tuning, path: Any = None) -> None:
 
 
 def _steps_table(swept: Swept) -> Table:
-    title = f"A step of {swept.param_numel:,} parameters, {swept.state_bytes / 1e9:.2f} GB each way: ms"
+    title = f"A step of {swept.param_numel:,} parameters, {gigabytes(swept.state_bytes)} each way: ms"
     table = Table(title=title, title_justify="left")
     copies = [one for one in swept.timed if one.streaming.programs is None]
     depths = sorted({one.streaming.depth for one in copies})
