@@ -78,7 +78,9 @@ class _ResultsFile:
             "failed": self._failed,
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._path.write_text(json.dumps(results, indent=2) + "\n")
+        unfinished = self._path.with_name(self._path.name + ".tmp")
+        unfinished.write_text(json.dumps(results, indent=2) + "\n")
+        unfinished.replace(self._path)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -106,10 +106,10 @@ def _between(timings: Sequence[Timing], state_bytes: int) -> float:
     upper = min(max(index, 1), len(timings) - 1)
     begin, end = timings[upper - 1 : upper + 1]
     per_byte = (end.ms - begin.ms) / (end.state_bytes - begin.state_bytes)
-    if index == 0:  # no state takes no less than nothing, and no longer than some
+    if index == 0:  # towards no state at all: neither below 0 nor up again, whatever disturbed the smallest step
         at_none = min(max(0.0, begin.ms - per_byte * begin.state_bytes), begin.ms)
         return at_none + (begin.ms - at_none) * state_bytes / begin.state_bytes
-    if index == len(timings):
+    if index == len(timings):  # nor ever down towards more state
         per_byte = max(0.0, per_byte)
     return begin.ms + per_byte * (state_bytes - begin.state_bytes)
 

@@ -16,7 +16,7 @@ from fused_offload.streaming import Streaming
 from .choose import DEFAULTS
 
 _TENSORS = 16
-_WARM_SECONDS = 0.01  # two steps of 6 ms, none of 60
+_WARM_SECONDS = 0.01  # two steps of 6 ms, one of 60
 
 WIDE: dict[str, Any] = {"master_weights": True}
 """float32 master and moments, 12 bytes a parameter: the most that there is."""
@@ -75,8 +75,8 @@ class Rig:
     def time(self, streaming: Streaming, steps: int = 2, *, graph: bool = False) -> list[float]:
         """Steps by one way to stream, after one that takes its ring and compiles its kernels.
 
-        Until each slot of the ring was used once, steps prepare something; where that is a share of their time, some
-        more go before those that are timed.
+        Steps prepare something until each slot of the ring was used once. Where that is a share of their time, so many
+        go before those that are timed.
 
         Args:
             streaming: the way.
