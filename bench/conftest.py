@@ -86,7 +86,7 @@ class _ResultsFile:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_ROWS] = Rows()
     path = config.getoption("results")
-    if path:
+    if path and not config.option.collectonly:
         # Relative to where pytest was started, like any other file that is named on a command line.
         config.pluginmanager.register(_ResultsFile(config.invocation_params.dir / path, config))
 

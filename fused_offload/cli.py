@@ -35,6 +35,7 @@ GB = 1e9 bytes, MiB = 2^20 bytes. Exit codes: 0 done, 2 it cannot be measured. E
   fused-offload tune
   fused-offload tune --device 1 --json --plot tuning.png > tuning.json
 """
+_LEAST_LINK_GBPS = 1e-3
 _COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _BYTES = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -195,7 +196,7 @@ def _add_plan(commands: Any) -> None:
     )
     machine.add_argument(
         "--link-gbps",
-        type=_positive,
+        type=_link_gbps,
         metavar="GB/s",
         help="each way, both directions busy; default: this machine's profile (fused-offload tune), or else "
         f"{DEFAULT_LINK_GBPS:g}, an H100 over PCIe 5 x16, an assumption",
@@ -292,6 +293,13 @@ def _whole_bytes(text: str) -> float:
 
 def _positive(text: str) -> float:
     return _larger_than_0(_number(text))
+
+
+def _link_gbps(text: str) -> float:
+    value = _positive(text)
+    if value < _LEAST_LINK_GBPS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no speed of a link in GB/s")
+    return value
 
 
 def _larger_than_0(value: float) -> float:

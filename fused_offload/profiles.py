@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -85,7 +85,7 @@ class Profile:
         return min(self.choices, key=lambda choice: abs(math.log(max(1, state_bytes) / choice.state_bytes)))
 
     def step_ms(self, state_bytes: int, param_numel: int) -> float:
-        """Predicts a step: between what was measured, then faster by what fewer bytes a parameter save.
+        """Predicts a step: by its bytes, and by how many of them a parameter has. More bytes never take less time.
 
         Args:
             state_bytes: that move, each way.
@@ -94,24 +94,27 @@ class Profile:
         if not state_bytes or not param_numel:
             return 0.0
         *wide, narrow = self.timings
-        narrow_ratio = narrow.ms / _between(wide, narrow.state_bytes)
+        narrow_ratio = narrow.ms / self._wide_ms(narrow.state_bytes)
         most, least = (timing.state_bytes / timing.param_numel for timing in (wide[-1], narrow))
         share = min(1.0, max(0.0, (state_bytes / param_numel - least) / (most - least)))
-        return _between(wide, state_bytes) * (narrow_ratio + share * (1 - narrow_ratio))
+        return self._wide_ms(state_bytes) * (narrow_ratio + share * (1 - narrow_ratio))
 
-
-def _between(timings: Sequence[Timing], state_bytes: int) -> float:
-    """Time of a step in ms, by straight lines through what was measured and beyond its ends."""
-    index = bisect.bisect_left([timing.state_bytes for timing in timings], state_bytes)
-    upper = min(max(index, 1), len(timings) - 1)
-    begin, end = timings[upper - 1 : upper + 1]
-    per_byte = (end.ms - begin.ms) / (end.state_bytes - begin.state_bytes)
-    if index == 0:  # towards no state at all: neither below 0 nor up again, whatever disturbed the smallest step
-        at_none = min(max(0.0, begin.ms - per_byte * begin.state_bytes), begin.ms)
-        return at_none + (begin.ms - at_none) * state_bytes / begin.state_bytes
-    if index == len(timings):  # nor ever down towards more state
-        per_byte = max(0.0, per_byte)
-    return begin.ms + per_byte * (state_bytes - begin.state_bytes)
+    def _wide_ms(self, state_bytes: int) -> float:
+        """A step with the most bytes for each parameter, by straight lines through what was measured."""
+        # What disturbed a small state is no reason to predict less for a larger one.
+        timings: list[Timing] = list(
+            itertools.accumulate(self.timings[:-1], lambda a, b: b._replace(ms=max(a.ms, b.ms)))
+        )
+        index = bisect.bisect_left([timing.state_bytes for timing in timings], state_bytes)
+        upper = min(max(index, 1), len(timings) - 1)
+        begin, end = timings[upper - 1 : upper + 1]
+        per_byte = (end.ms - begin.ms) / (end.state_bytes - begin.state_bytes)
+        if index == 0:
+            at_none = max(0.0, begin.ms - per_byte * begin.state_bytes)
+            return at_none + (begin.ms - at_none) * state_bytes / begin.state_bytes
+        if index == len(timings):
+            return end.ms + max(per_byte, 1e-6 / self.duplex_gbps) * (state_bytes - end.state_bytes)
+        return begin.ms + per_byte * (state_bytes - begin.state_bytes)
 
 
 class Found(NamedTuple):
@@ -188,7 +191,7 @@ def load(path: Path) -> Profile:
         profile = Profile(
             MachineKey(**record["key"]),
             str(record["measured"]),
-            float(record["duplex_gbps"]),
+            record["duplex_gbps"],
             tuple(Choice(**choice) for choice in record["choices"]),
             tuple(Timing(**timing) for timing in record["timings"]),
         )
@@ -204,8 +207,8 @@ def _check(profile: Profile) -> None:
         raise ValueError("its versions are not given by name")
     if not all(isinstance(text, str) for text in (key.gpu, key.link, key.host, *key.versions.values())):
         raise ValueError("its key is not made of texts")
-    if not 0 < profile.duplex_gbps < math.inf:
-        raise ValueError("duplex_gbps is not above 0")
+    if not _is_above_0(profile.duplex_gbps):
+        raise ValueError("duplex_gbps is not a number above 0")
     if not profile.choices or len(profile.timings) < 3:
         raise ValueError("it lacks choices or timings")
     for choice in profile.choices:
@@ -214,8 +217,10 @@ def _check(profile: Profile) -> None:
             raise ValueError("a choice is not made of whole numbers of at least 1 and below 2^63")
         if choice.transport not in ("copy", "zero_copy"):
             raise ValueError(f"transport {choice.transport!r} is unknown")
+        if not _is_above_0(choice.ms) or not isinstance(choice.why, str):
+            raise ValueError("a choice lacks its time or its reason")
     for timing in profile.timings:
-        if not all(isinstance(value, (int, float)) and 0 < value < 2**63 for value in timing):
+        if not all(map(_is_above_0, timing)):
             raise ValueError("a timing is not made of numbers above 0 and below 2^63")
     *wide, narrow = profile.timings
     if any(begin.state_bytes >= end.state_bytes for begin, end in itertools.pairwise(wide)):
@@ -223,6 +228,10 @@ def _check(profile: Profile) -> None:
     large = wide[-1]
     if large.state_bytes * narrow.param_numel <= narrow.state_bytes * large.param_numel:
         raise ValueError("the last timing is not of fewer bytes a parameter than the others")
+
+
+def _is_above_0(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < 2**63
 
 
 def find(key: MachineKey, where: Path | None = None) -> Found:

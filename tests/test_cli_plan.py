@@ -292,6 +292,7 @@ def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--params", "1e9", "--depth", "1.5"], "whole number"),
         (["plan", "--params", "1e9", "--fraction", "2"], "Invalid fraction"),
         (["plan", "--params", "1e9", "--fraction", "half"], "'half' is not a number"),
+        (["plan", "--params", "1e9", "--link-gbps", "1e-300"], "no speed of a link"),
         (["plan", "--params", "1e9", "--window-bytes", "much"], "or 48MiB, nor auto"),
         (["plan", "--params", "1e9", "--window-bytes", "-1"], "at least 0"),
         (["plan", "--params", "13X"], "such as 13e9 or 13B"),

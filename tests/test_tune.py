@@ -1,21 +1,21 @@
-"""fused-offload tune: what is tried and chosen, the profiles that are kept, and what goes by them."""
+"""fused-offload tune: the command, the profiles that it keeps, and what goes by them."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
 import pwd
+import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tune_ways import timed
 
 from fused_offload import OffloadConfig, cuda_driver, engine, machine_key, profiles
 from fused_offload.cli import main
@@ -23,7 +23,6 @@ from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, MIB
 from fused_offload.machine_key import MachineKey
 from fused_offload.profiles import Choice, Found, Profile, Timing
 from fused_offload.streaming import Streaming, streaming_of
-from fused_offload.tuning.choose import DEFAULTS, Timed, candidates, choose, chosen, worth_another_look
 
 KEY = MachineKey("NVIDIA H100 80GB HBM3", "32.0 GT/s PCIe x16", "Xeon, 16 CPUs, 1 NUMA nodes", {"torch": "2.11"})
 SMALL = Choice(240_000_000, "zero_copy", 8 * MIB, 3, 32, 7.0, "because")
@@ -33,172 +32,6 @@ PROFILE = Profile(
     KEY, "2026-11-28T08:00+00:00", 47.0, (SMALL, LARGE), (*TIMINGS, Timing(250_000_000, 1_500_000_000, 33.0))
 )
 CUDA = torch.device("cuda", 0)
-
-
-# -- the choice ------------------------------------------------------------------------------------------------------
-
-
-def timed(**ms: float) -> list[Timed]:
-    """Ways by name: ``c48x3`` is 48 MiB x 3, ``z64`` zero-copy with 64 programs."""
-    ways = []
-    for name, value in ms.items():
-        if name[0] == "z":
-            way = Streaming(programs=int(name[1:]))
-        else:
-            size, _, depth = name[1:].partition("x")
-            way = Streaming(int(size) * MIB, int(depth))
-        ways.append(Timed(way, (value, value * 2, value, value * 0.9, value)))
-    return ways
-
-
-def test_the_fastest_wins() -> None:
-    choice = choose(timed(c48x3=72.0, c16x2=80.0, c32x3=65.0, z32=90.0, z64=85.0), 10**9)
-    assert (choice.transport, choice.chunk_bytes, choice.depth, choice.programs) == ("copy", 32 * MIB, 3, 64)
-    assert (choice.ms, choice.state_bytes) == (65.0, 10**9)
-    for words in ("32 MiB x 3 takes 65.00 ms", "the defaults (48 MiB x 3) take 1.108", "64 programs) 1.308"):
-        assert words in choice.why
-
-
-def test_of_equal_copies_the_smallest_ring_wins() -> None:
-    choice = choose(timed(c48x3=72.0, c64x4=71.6, c24x3=72.2, c24x2=73.0, z128=84.9, z16=85.0), 10**9)
-    assert (choice.chunk_bytes, choice.depth, choice.programs) == (24 * MIB, 3, 128)
-    assert "64 MiB x 4 is 0.8% faster" in choice.why
-
-
-@pytest.mark.parametrize(("ms", "programs"), [(66.1, 64), (66.5, 16)])
-def test_other_programs_than_the_default_have_to_be_clearly_faster(ms: float, programs: int) -> None:
-    assert choose(timed(c48x3=90.0, z16=64.5, z32=65.0, z64=ms, z128=67.0), 10**9).programs == programs
-
-
-def test_what_is_faster_on_a_fast_host_and_on_a_slow_one_wins() -> None:
-    fast, slow = [0.76, 0.75, 0.77, 0.74] * 4, [1.00, 0.98, 1.01, 1.02] * 4
-    better = Timed(Streaming(8 * MIB, 2), (*slow, 1.0, *fast))
-    worse = Timed(DEFAULTS, (*(ms * 1.04 for ms in slow), *(ms * 1.04 for ms in fast), 0.79))
-    assert sorted(better.samples_ms)[16] > sorted(worse.samples_ms)[16]  # the medians say the opposite
-    zero_copy = Timed(Streaming(programs=64), (2.0,))
-    assert choose([better, worse, zero_copy], 10**7).chunk_bytes == 8 * MIB
-
-
-@pytest.mark.parametrize(("zero_copy_ms", "transport"), [(71.0, "copy"), (69.0, "zero_copy")])
-def test_zero_copy_has_to_be_clearly_faster(zero_copy_ms: float, transport: str) -> None:
-    choice = choose(timed(c48x3=72.0, z64=zero_copy_ms), 10**9)
-    assert choice.transport == transport
-    assert choice.ms == min(72.0, zero_copy_ms) if transport == "zero_copy" else choice.ms == 72.0
-
-
-def test_what_is_tried() -> None:
-    ways = candidates(10**9)
-    assert len(set(ways)) == len(ways)
-    assert DEFAULTS in ways
-    assert {way.depth for way in ways} >= {2, 3, 4}
-    assert max(way.chunk_bytes for way in candidates(20 * MIB) if way != DEFAULTS and way.programs is None) <= 20 * MIB
-    assert {way.chunk_bytes for way in candidates(1) if way.programs is None} == {4 * MIB, DEFAULT_CHUNK_BYTES}
-
-
-def test_what_is_looked_at_again() -> None:
-    again = worth_another_look(timed(c48x3=90.0, c32x3=65.0, c16x3=66.0, c64x3=80.0, z64=70.0, z16=100.0))
-    assert again == [Streaming(32 * MIB, 3), Streaming(16 * MIB, 3), Streaming(programs=64), DEFAULTS]
-
-
-class FakeSteps:
-    """Steps that take what a formula says, on a link whose speed drifts."""
-
-    param_numel = 1000
-    state_bytes = 3_000_000_000
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def true_ms(self, way: Streaming) -> float:
-        if way.programs is not None:
-            return 90 + 100 / way.programs
-        mib = way.chunk_bytes / MIB
-        return 60 + 0.05 * mib + 40 / mib + (6 if way.depth == 2 else 0)
-
-    def time(self, way: Streaming, steps: int = 2, *, graph: bool = False) -> list[float]:
-        self.calls += 1
-        return [self.true_ms(way) * (1 + 0.03 * ((self.calls * 7919 + i) % 13) / 13) for i in range(steps)]
-
-
-def test_the_sweep_finds_what_brute_force_finds() -> None:
-    measure = pytest.importorskip("fused_offload.tuning.measure")
-    steps, told = FakeSteps(), []
-    swept = measure.sweep(steps, time.perf_counter() + 60, lambda *report: told.append(report))
-    best = min(map(steps.true_ms, candidates(steps.state_bytes)))
-    assert steps.true_ms(chosen(swept.choice)) <= 1.05 * best
-    assert told[-1][1] == told[-1][2]
-    assert chosen(swept.choice) in [one.streaming for one in swept.graphs]
-    assert {len(one.samples_ms) for one in swept.graphs} == {4}
-    # Without time everything is looked at once, and something is chosen all the same.
-    hurried = measure.sweep(FakeSteps(), time.perf_counter() - 1, lambda *report: None)
-    assert {len(one.samples_ms) for one in hurried.timed} == {2}
-    assert {len(one.samples_ms) for one in hurried.graphs} == {2}
-    assert steps.true_ms(chosen(hurried.choice)) <= 1.05 * best
-
-
-def test_what_was_not_looked_at_again_is_not_chosen() -> None:
-    measure = pytest.importorskip("fused_offload.tuning.measure")
-    ways = len(candidates(FakeSteps.state_bytes))
-
-    class SlowLater(FakeSteps):
-        """The host is slower in the later rounds, in which only what may be the fastest is timed."""
-
-        def time(self, way: Streaming, steps: int = 2, *, graph: bool = False) -> list[float]:
-            times = super().time(way, steps, graph=graph)
-            return [ms * 2 for ms in times] if self.calls > measure.ROUNDS * ways else times
-
-    steps = SlowLater()
-    swept = measure.sweep(steps, time.perf_counter() + 60, lambda *report: None)
-    most = max(len(one.samples_ms) for one in swept.timed)
-    [choice] = [one for one in swept.timed if one.streaming == chosen(swept.choice)]
-    assert len(choice.samples_ms) == most > min(len(one.samples_ms) for one in swept.timed)
-    assert steps.true_ms(choice.streaming) <= 1.05 * min(map(steps.true_ms, candidates(steps.state_bytes)))
-
-
-def test_short_steps_are_timed_more_often() -> None:
-    measure = pytest.importorskip("fused_offload.tuning.measure")
-    assert [measure.rounds_of(nbytes) for nbytes in (0, 30_000_000, 240_000_000, 3 * 10**9)] == [16, 16, 6, 3]
-
-
-def test_sizes_fit_the_link_and_the_memory() -> None:
-    measure = pytest.importorskip("fused_offload.tuning.measure")
-    assert measure.sizes(50.0, 10**12, 80 * 10**9) == [312_500, 1_250_000, 5_000_000, 20_000_000, 250_000_000]
-    assert measure.sizes(12.0, 10**12, 80 * 10**9) == [312_500, 1_250_000, 5_000_000, 20_000_000, 80_000_000]
-    assert measure.sizes(50.0, 4 * 10**9, 80 * 10**9)[-1] * 12 <= 10**9
-    assert measure.sizes(50.0, 10**12, 2 * 10**9)[-1] * 4 <= 0.5e9
-    with pytest.raises(RuntimeError, match="Too little memory"):
-        measure.sizes(50.0, 10**8, 80 * 10**9)
-
-
-def test_a_choice_for_every_size_and_a_profile_that_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    measure = pytest.importorskip("fused_offload.tuning.measure")
-
-    class Steps(FakeSteps):
-        def __init__(self, numel: int, forms: dict[str, Any], *_: Any) -> None:
-            super().__init__()
-            self.param_numel, self.state_bytes = numel, numel * (6 if "exp_avg_dtype" in forms else 12)
-
-        def true_ms(self, way: Streaming) -> float:
-            if way.programs is not None:
-                return 0.1 + self.state_bytes / 40e6
-            return 1 + self.state_bytes / 50e6 + way.chunk_bytes / 50e6
-
-    rate = measure.LinkRate(16, 54.0, 53.0, 50.0)
-    monkeypatch.setattr(measure, "measure_link", lambda *_: [rate])
-    monkeypatch.setattr(measure, "_free_bytes", lambda _: (10**12, 80 * 10**9))
-    monkeypatch.setattr(measure, "rig", lambda *arguments: contextlib.nullcontext(Steps(*arguments)))
-    monkeypatch.setattr(measure, "_time_resident", lambda *_: None)
-    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    tuning = measure.tune(KEY, CUDA, 45.0, lambda *_: None)
-    sizes = [choice.state_bytes for choice in tuning.profile.choices]
-    assert sizes == [3_750_000, 15_000_000, 60_000_000, 240_000_000, 3_000_000_000]
-    transports = [choice.transport for choice in tuning.profile.choices]
-    assert transports == ["zero_copy", "zero_copy", "zero_copy", "copy", "copy"]
-    assert [timing.state_bytes for timing in tuning.profile.timings] == [*sizes, 1_500_000_000]
-    profile = profiles.load(profiles.save(tuning.profile, tmp_path))
-    assert profile.choice_for(30_000_001).state_bytes == 60_000_000
-    for timing in tuning.profile.timings:
-        assert profile.step_ms(timing.state_bytes, timing.param_numel) == pytest.approx(timing.ms)
 
 
 # -- profiles --------------------------------------------------------------------------------------------------------
@@ -257,7 +90,8 @@ def test_a_profile_of_another_machine_is_ignored(tmp_path: Path, field: str) -> 
     [
         (lambda record: record.update(format=99), "format 99"),
         (lambda record: record.update(duplex_gbps=0), "duplex_gbps"),
-        (lambda record: record.update(duplex_gbps=10**400), "too large"),
+        (lambda record: record.update(duplex_gbps=10**400), "duplex_gbps"),
+        (lambda record: record.update(duplex_gbps="47"), "duplex_gbps"),
         (lambda record: record["key"].update(versions="2.11"), "versions"),
         (lambda record: record["key"].update(gpu=8), "texts"),
         (lambda record: record.pop("choices"), "choices"),
@@ -266,7 +100,10 @@ def test_a_profile_of_another_machine_is_ignored(tmp_path: Path, field: str) -> 
         (lambda record: record["choices"][0].update(chunk_bytes="8"), "whole numbers"),
         (lambda record: record["choices"][0].update(transport="rdma"), "rdma"),
         (lambda record: record["choices"][0].update(state_bytes=10**400), "below 2^63"),
+        (lambda record: record["choices"][0].update(ms=float("nan")), "lacks its time"),
+        (lambda record: record["choices"][0].update(why=None), "its reason"),
         (lambda record: record["timings"][0].update(ms=None), "numbers above 0"),
+        (lambda record: record["timings"][0].update(ms=True), "numbers above 0"),
         (lambda record: record["timings"][0].update(ms=float("inf")), "numbers above 0"),
         (lambda record: record["timings"][1].update(state_bytes=10**400), "below 2^63"),
         (lambda record: record["timings"].reverse(), "fewer bytes a parameter"),
@@ -425,10 +262,25 @@ def test_predictions_for_small_state_follow_what_was_measured_there() -> None:
     assert profile.step_ms(12, 1) == pytest.approx(0.7 - 12 * 1.2 / 48, rel=1e-3)
     by_size = [profile.step_ms(12 * numel, numel) for numel in range(1, 400_000_000, 1_000_000)]
     assert by_size == sorted(by_size)
-    # What disturbed the smallest step must not grow towards no state at all, nor may less than nothing be predicted.
-    slow, steep = Timing(1_000_000, 12_000_000, 2.5), Timing(1_000_000, 12_000_000, 0.1)
-    assert dataclasses.replace(profile, timings=(slow, *profile.timings[1:])).step_ms(12, 1) == pytest.approx(2.5)
-    assert 0 <= dataclasses.replace(profile, timings=(steep, *profile.timings[1:])).step_ms(12, 1) < 0.1
+
+
+@pytest.mark.parametrize(
+    "ms", [(2.5, 1.9, 7.0, 72.0), (0.1, 1.9, 7.0, 72.0), (0.7, 9.0, 7.0, 72.0), (0.7, 1.9, 80.0, 72.0)]
+)
+def test_more_bytes_are_never_predicted_to_take_less(ms: tuple[float, ...]) -> None:
+    """Whatever disturbed one of the measured steps."""
+    sizes = 1_000_000, 5_000_000, 20_000_000, 250_000_000
+    wide = [Timing(numel, 12 * numel, value) for numel, value in zip(sizes, ms, strict=True)]
+    profile = dataclasses.replace(PROFILE, timings=(*wide, PROFILE.timings[-1]))
+    for bytes_per_param in (6, 10, 12):
+        by_size = [profile.step_ms(bytes_per_param * n, n) for n in (1, 10**4, *range(10**6, 400_000_000, 10**6))]
+        assert by_size == sorted(by_size)
+        assert by_size[0] >= 0
+        # Nor is a larger state than any that was measured predicted to beat the link.
+        more_ms = profile.step_ms(bytes_per_param * 2 * 10**9, 2 * 10**9) - profile.step_ms(
+            bytes_per_param * 10**9, 10**9
+        )
+        assert more_ms >= bytes_per_param * 1e9 / 47e6 * min(1.0, 33.0 / profile._wide_ms(1_500_000_000)) * 0.999
 
 
 @pytest.mark.usefixtures("tuned")
@@ -444,6 +296,10 @@ def test_plan_predicts_from_the_profile(capsys: pytest.CaptureFixture[str]) -> N
     assert "zero-copy has none" in capsys.readouterr().out
     assert main(["plan", "--params", "20e6", "--window-bytes", "1e12", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["predicted"]["exposed_ms_at_least"] == 0
+    assert main(["plan", "--params", "20e6", "--chunk-bytes", "4MiB"]) == 0
+    assert "not of --chunk-bytes and --depth" in capsys.readouterr().out
+    assert main(["plan", "--params", "1e6"]) == 0
+    assert re.search(r"step alone \(prediction\) +│ +1\.6 ms", capsys.readouterr().out)
     assert main(["plan", "--params", "250e6", "--link-gbps", "10", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["predicted"]["source"] == "link_gbps"
@@ -474,7 +330,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr("fused_offload.tuning.tune_command.read_key", lambda index: KEY)
 
     def tune(key: MachineKey, device: torch.device, seconds: float, report: Any) -> Any:
-        assert (key, device, seconds) == (KEY, CUDA, 45.0)
+        assert (key, device, seconds) == (KEY, CUDA, 35.0)
         report("link", 1, 1)
         ways = timed(c8x3=75.0, c48x3=73.0, c32x4=72.0, z32=90.0, z64=85.0)
         swept = (
@@ -533,7 +389,8 @@ def test_tune_draws(measured: Path, tmp_path: Path) -> None:
         (["--device", "0.5"], "whole number"),
         (["--seconds", "0"], "larger than 0"),
         (["--plot", "/nowhere/at/all.png"], "there is no folder"),
-        (["--plot", "all.xyz"], ".png"),
+        (["--plot", "all.xyz"], "should end in .png, .svg or .pdf"),
+        (["--plot", "all.pgf"], "should end in"),
     ],
 )
 def test_tune_refuses_before_it_measures(

@@ -1,4 +1,4 @@
-"""Which ways to stream are tried, which are looked at again, and which is chosen. Pure Python."""
+"""Which ways to stream are tried, which of them again and again, and which is chosen. Pure Python."""
 
 from __future__ import annotations
 
@@ -26,8 +26,11 @@ _PROGRAMS_GAIN = 0.03
 """Another number of programs than the default has to save so much: how many a kernel needs depends on the stored forms,
 of which one is measured, and too few cost more than too many."""
 
-_WORTH_ANOTHER_LOOK = 0.05
-_MOST_LOOKED_AT = 6
+_STILL_CLOSE = 0.03
+_CLOSE_AFTER_ONE = 0.2
+_LEVELS_MS = 0.4
+"""What a way may be slower than the fastest of its transport and stay: a share of the step, and less the more rounds it
+was timed in; and while there were few, as much as steps differ between the two levels of a host's speed."""
 
 
 GRAPH_CHUNK_MIB = (2, 4, 16)
@@ -106,30 +109,32 @@ def graph_candidates(choice: Choice) -> list[Streaming]:
     )
 
 
-def worth_another_look(timed: Sequence[Timed]) -> list[Streaming]:
-    """What may be the fastest of its transport after all, fastest first, and the defaults, which it has to beat.
+def still_close(timed: Sequence[Timed], rounds: int) -> list[Streaming]:
+    """What may be the fastest of its transport after all, and the defaults, which it has to beat.
 
     Args:
-        timed: everything that was tried.
+        timed: what is still timed.
+        rounds: that all of it was timed in.
     """
-    chosen = []
+    close = []
     for group in (_copies(timed), _zero_copies(timed)):
         best = min(one.ms for one in group)
-        close = sorted((one for one in group if one.ms <= best * (1 + _WORTH_ANOTHER_LOOK)), key=lambda one: one.ms)
-        chosen += [one.streaming for one in close[:_MOST_LOOKED_AT]]
-    return list(dict.fromkeys([*chosen, DEFAULTS]))
+        most = best * (1 + _STILL_CLOSE + _CLOSE_AFTER_ONE / rounds) + _LEVELS_MS / rounds
+        close += [one.streaming for one in group if one.ms <= most or one.streaming == DEFAULTS]
+    return close
 
 
 def choose(timed: Sequence[Timed], state_bytes: int) -> Choice:
     """The fastest, or what is as good and takes less of the GPU.
 
     Args:
-        timed: copies and zero-copy kernels, of both at least one.
+        timed: copies and zero-copy kernels, of both at least one, all of them in the same rounds.
         state_bytes: of the extent that was stepped.
     """
     copy = _least(_copies(timed), _AS_GOOD, lambda way: way.depth * way.chunk_bytes)
     zero_copy = _least(_zero_copies(timed), _PROGRAMS_GAIN, lambda way: way.programs != DEFAULT_PROGRAMS)
-    is_zero_copy = zero_copy.ms < copy.ms * (1 - _ZERO_COPY_GAIN)
+    fastest = {True: _fastest(_zero_copies(timed)), False: _fastest(_copies(timed))}
+    is_zero_copy = fastest[True].ms < fastest[False].ms * (1 - _ZERO_COPY_GAIN)
     winner = zero_copy if is_zero_copy else copy
     return Choice(
         state_bytes=state_bytes,
@@ -138,7 +143,7 @@ def choose(timed: Sequence[Timed], state_bytes: int) -> Choice:
         depth=copy.streaming.depth,
         programs=zero_copy.streaming.programs or 1,
         ms=winner.ms,
-        why=_why(timed, winner, copy, zero_copy),
+        why=_why(timed, winner, fastest[not is_zero_copy]),
     )
 
 
@@ -150,21 +155,24 @@ def _zero_copies(timed: Sequence[Timed]) -> list[Timed]:
     return [one for one in timed if one.streaming.programs is not None]
 
 
+def _fastest(timed: Sequence[Timed]) -> Timed:
+    return min(timed, key=lambda one: one.ms)
+
+
 def _least(timed: Sequence[Timed], tolerance: float, cost: Callable[[Streaming], int]) -> Timed:
     """What costs least of all that is as good as the fastest; of equals the fastest."""
-    best = min(one.ms for one in timed)
-    as_good = [one for one in timed if one.ms <= best * (1 + tolerance)]
+    best_ms = _fastest(timed).ms
+    as_good = [one for one in timed if one.ms <= best_ms * (1 + tolerance)]
     return min(as_good, key=lambda one: (cost(one.streaming), one.ms))
 
 
-def _why(timed: Sequence[Timed], winner: Timed, copy: Timed, zero_copy: Timed) -> str:
-    fastest = min(timed, key=lambda one: one.ms)
+def _why(timed: Sequence[Timed], winner: Timed, other: Timed) -> str:
+    fastest = _fastest(timed)
     words = [f"{winner.label} takes {winner.ms:.2f} ms"]
     if fastest is not winner:
         words.append(f"{fastest.label} is {1 - fastest.ms / winner.ms:.1%} faster, which is too little")
     defaults = next((one for one in timed if one.streaming == DEFAULTS), None)
     if defaults is not None and defaults is not winner:
         words.append(f"the defaults ({defaults.label}) take {defaults.ms / winner.ms:.3f} times as long")
-    other = copy if winner is zero_copy else zero_copy
     words.append(f"the best of the other transport ({other.label}) {other.ms / winner.ms:.3f} times")
     return "; ".join(words)

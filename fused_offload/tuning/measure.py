@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, NamedTuple
@@ -18,18 +18,19 @@ from fused_offload.machine_key import MachineKey
 from fused_offload.profiles import Choice, Profile, Timing
 from fused_offload.streaming import Streaming
 
-from .choose import Timed, candidates, choose, chosen, gigabytes, graph_candidates, worth_another_look
+from .choose import Timed, candidates, choose, chosen, gigabytes, graph_candidates, still_close
 from .link import LinkRate, Report, measure_link
 from .rig import NARROW, WIDE, Rig, rig
 
-ROUNDS = 3
-MORE_ROUNDS = 5
-_MOST_ROUNDS = 16
+_STEPS = 2
+"""That one way is timed for in a round."""
+_TIMED_ALONE = 12
+"""Steps of what is not compared."""
+_FEWEST_ROUNDS, _MOST_ROUNDS = 8, 24
 _SMALL_NUMEL = 20_000_000
 _SMALLER = (64, 16, 4)  # so many times: what the host's time and zero-copy decide differs from size to size
-_FEW_BYTES = 2 * 12 * _SMALL_NUMEL
-_STEP_SECONDS = 0.06  # of the large state, roughly: long enough to be measured, short enough to try everything
-_MOST_BYTES = 3_000_000_000
+_STEP_SECONDS = 0.04  # of the large state, roughly: long enough to be measured, short enough to try everything
+_MOST_BYTES = 2_000_000_000
 _SHARE_OF_MEMORY = 0.25  # that tuning takes of what is free, on host and GPU
 
 _WIDE_BYTES = 12
@@ -78,7 +79,7 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
     Args:
         key: of the machine.
         device: the GPU.
-        seconds: after about so long nothing is measured again.
+        seconds: for measuring; starting, page-locking and compiling come on top.
         report: told about the progress.
 
     Raises:
@@ -87,15 +88,16 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
     start = time.perf_counter()
     with torch.cuda.device(device):
         link = measure_link(device, report)
+        left = seconds - (time.perf_counter() - start)
         duplex_gbps = max(rate.duplex_gbps for rate in link)
         numels = sizes(duplex_gbps, *_free_bytes(device))
         swept: list[Swept] = []
         for numel in numels:
-            # The rest of the time is shared by the sizes that are left; a small state takes less than its share.
-            left = seconds - (time.perf_counter() - start)
-            deadline = time.perf_counter() + left / (len(numels) - len(swept))
             with rig(numel, WIDE, device) as steps:
-                swept.append(sweep(steps, deadline, report))
+                # The time is shared by the sizes that are left; a small state takes less than its share.
+                one, spent = sweep(steps, left / (len(numels) - len(swept)), report)
+            left -= spent
+            swept.append(one)
         narrow = _time_narrow(numels[-1], swept[-1].choice, device, report)
         kernel_ms = _time_resident(numels[-1], device, report)
     profile = Profile(
@@ -132,67 +134,67 @@ def sizes(duplex_gbps: float, host_bytes: int, gpu_bytes: int) -> list[int]:
 
 
 def rounds_of(state_bytes: int) -> int:
-    """How often each way is timed: short steps more often, since what disturbs one does not grow with it."""
-    return min(_MOST_ROUNDS, max(ROUNDS, ROUNDS * _FEW_BYTES // max(1, state_bytes)))
+    """How often a way is timed: short steps more often, since what disturbs one does not grow with it."""
+    few_bytes = 12 * _SMALL_NUMEL
+    return min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, _FEWEST_ROUNDS * few_bytes // max(1, state_bytes)))
 
 
 def _free_bytes(device: torch.device) -> tuple[int, int]:
     return available_host_bytes()[0], torch.cuda.mem_get_info(device)[0]
 
 
-def sweep(steps: Any, deadline: float, report: Report) -> Swept:
-    """Times every way in turn, several times over, then again what may be the fastest.
+def sweep(steps: Any, seconds: float, report: Report) -> tuple[Swept, float]:
+    """Times every way in turn, round by round, and drops those that are clearly slower than another.
 
-    One way after the other in each round: a link's speed drifts, and then it drifts for all of them.
+    One way after the other in each round: a link's speed drifts, and then it drifts for all of them. What is chosen is
+    one of those that were timed in all rounds.
 
     Args:
         steps: a `Rig`.
-        deadline: when to stop, as `time.perf_counter` counts; every way is timed at least once.
+        seconds: when they are over no round begins but the first; nor does one that would not end by then.
         report: told about the progress.
+
+    Returns:
+        What was found, and how many seconds that took.
     """
     state_bytes = steps.state_bytes
     phase = f"steps of {gigabytes(state_bytes)}"
-    ways = candidates(state_bytes)
+    close = ways = candidates(state_bytes)
+    for way in ways:  # not on the clock: kernels are compiled
+        steps.time(way, 0)
     samples: dict[Streaming, list[float]] = {way: [] for way in ways}
     order = random.Random(0)
+    start = round_start = time.perf_counter()
     rounds = rounds_of(state_bytes)
-    more_rounds = max(MORE_ROUNDS, rounds)
-    total = rounds * len(ways) + more_rounds * len(ways) // 2
-    done = 0
-
-    def go_round(some: Sequence[Streaming], *, must: bool) -> None:
-        nonlocal done
-        for way in order.sample(list(some), len(some)):
-            if must or time.perf_counter() < deadline:
-                samples[way] += steps.time(way)
-                done = min(done + 1, total)
-                report(phase, done, total)
-
     for index in range(rounds):
-        go_round(ways, must=index == 0)
-    again = worth_another_look(_timed(samples))
-    for _ in range(more_rounds):
-        go_round(again, must=False)
-    report(phase, total, total)
-    timed = _timed(samples)
-    # Only what was timed in all rounds is comparable: the host or the link may be slower in the later ones.
-    choice = choose([one for one in timed if one.streaming in again], state_bytes)
+        for place, way in enumerate(order.sample(close, len(close))):
+            report(phase, index * len(ways) + place * len(ways) // len(close), rounds * len(ways))
+            samples[way] += steps.time(way, _STEPS)
+        now = time.perf_counter()
+        a_way = (now - round_start) / len(close)
+        close = still_close(_timed(samples, close), index + 1)
+        if now + a_way * len(close) > start + seconds:
+            break
+        round_start = now
+    report(phase, rounds * len(ways), rounds * len(ways))
+    choice = choose(_timed(samples, close), state_bytes)
     graphs: dict[Streaming, list[float]] = {way: [] for way in graph_candidates(choice)}
     for _ in range(2):
         for way, times in graphs.items():
-            if not times or time.perf_counter() < deadline:
-                times += steps.time(way, graph=True)
-    return Swept(steps.param_numel, state_bytes, timed, choice, _timed(graphs))
+            if not times or time.perf_counter() < start + seconds:
+                times += steps.time(way, _STEPS, graph=True)
+    swept = Swept(steps.param_numel, state_bytes, _timed(samples, ways), choice, _timed(graphs, graphs))
+    return swept, time.perf_counter() - start
 
 
-def _timed(samples: dict[Streaming, list[float]]) -> tuple[Timed, ...]:
-    return tuple(Timed(way, tuple(times)) for way, times in samples.items())
+def _timed(samples: Mapping[Streaming, list[float]], ways: Iterable[Streaming]) -> tuple[Timed, ...]:
+    return tuple(Timed(way, tuple(samples[way])) for way in ways)
 
 
 def _time_narrow(numel: int, choice: Choice, device: torch.device, report: Report) -> Timing:
     report("steps of 6 bytes a parameter", 0, 1)
     with rig(numel, NARROW, device) as steps:
-        ms = median(steps.time(chosen(choice), steps=4 * ROUNDS))
+        ms = median(steps.time(chosen(choice), _TIMED_ALONE))
         timing = Timing(steps.param_numel, steps.state_bytes, ms)
     report("steps of 6 bytes a parameter", 1, 1)
     return timing
@@ -204,7 +206,7 @@ def _time_resident(numel: int, device: torch.device, report: Report) -> float | 
     if numel * (_WIDE_BYTES + 4) < _SHARE_OF_MEMORY * torch.cuda.mem_get_info(device)[0]:
         steps = Rig(numel, WIDE, OffloadConfig(fraction=0.0), device)
         steps.step_ms()
-        ms = median(steps.step_ms() for _ in range(2 * ROUNDS))
+        ms = median(steps.step_ms() for _ in range(_TIMED_ALONE))
         steps.optimizer.close()
     report("kernel", 1, 1)
     return ms

@@ -167,6 +167,8 @@ def _notes(options: argparse.Namespace, memory: Memory, prediction: _Prediction,
         f"Times are predictions, {prediction.how}.",
         "Activations and the CUDA context are counted only as --other-gpu says.",
     ]
+    if prediction.source == "profile" and (options.chunk_bytes or options.depth):
+        notes.append("They are of the chunks that fused-offload tune chose, not of --chunk-bytes and --depth.")
     if options.window_bytes == "auto":
         notes.append(
             f"A window of 'auto' takes what activations gave back, and no more GPU memory: up to {_gb(memory.hidden)} "
@@ -187,6 +189,10 @@ def _notes(options: argparse.Namespace, memory: Memory, prediction: _Prediction,
 
 def _gb(nbytes: int) -> str:
     return f"{nbytes / 1e9:.3f} GB"
+
+
+def _ms(value: float) -> str:
+    return f"{value:.0f} ms" if value >= 10 else f"{value:.2g} ms"
 
 
 def _ring_label(training: Training) -> str:
@@ -227,10 +233,9 @@ def _show_plan(report: dict[str, Any], training: Training) -> None:
         end_section=True,
     )
     predicted, largest = report["predicted"], report["largest_param_numel"]
-    table.add_row("step alone (prediction)", f"{predicted['alone_ms']:.0f} ms")
-    table.add_row(
-        "added to an iteration, at least (prediction)", f"{predicted['exposed_ms_at_least']:.0f} ms", end_section=True
-    )
+    table.add_row("step alone (prediction)", _ms(predicted["alone_ms"]))
+    exposed = _ms(predicted["exposed_ms_at_least"])
+    table.add_row("added to an iteration, at least (prediction)", exposed, end_section=True)
     if largest["training"] is not None:
         table.add_row("largest model", f"{largest['training'] / 1e9:.2f} billion")
         table.add_row("largest model with an asynchronous save", f"{largest['with_save'] / 1e9:.2f} billion")

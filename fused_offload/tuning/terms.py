@@ -14,5 +14,5 @@ MOST_PARAMS = 10**18
 DEFAULT_LINK_GBPS = 47.0
 """GB/s each way with both directions busy: measured on an H100 over PCIe 5 x16."""
 
-DEFAULT_TUNING_SECONDS = 45.0
+DEFAULT_TUNING_SECONDS = 35.0
 """Measuring stops after about so long; starting and page-locking come on top."""

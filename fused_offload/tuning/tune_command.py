@@ -26,6 +26,7 @@ from .choose import Timed, chosen, gigabytes
 from .measure import Swept, Tuning
 
 _SECONDS_BETWEEN_DRAWINGS = 0.2
+_PICTURES = (".png", ".svg", ".pdf")  # what matplotlib writes without other programs
 
 
 def tune(options: argparse.Namespace) -> int:
@@ -45,14 +46,14 @@ def tune(options: argparse.Namespace) -> int:
     path = None if options.no_save else profiles.save(tuning.profile)
     if path is not None:
         profiles.of_device.cache_clear()
-    if options.plot is not None:
-        from .plot import draw
-
-        draw(tuning, options.plot)
     if options.json:
         print(json.dumps(as_json(tuning, path), indent=2))
     else:
         show(tuning, path)
+    if options.plot is not None:
+        from .plot import draw
+
+        draw(tuning, options.plot)
     return 0
 
 
@@ -80,11 +81,8 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _check_plot(path: Path) -> None:
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = FigureCanvasBase.get_supported_filetypes()
-    if path.suffix[1:].lower() not in known:
-        raise ValueError(f"--plot {path}: its name should end in one of .{', .'.join(sorted(known))}")
+    if path.suffix.lower() not in _PICTURES:
+        raise ValueError(f"--plot {path}: its name should end in {', '.join(_PICTURES[:-1])} or {_PICTURES[-1]}")
     folder = path.absolute().parent
     if not folder.is_dir():
         raise ValueError(f"--plot {path}: there is no folder {folder}")

@@ -1,0 +1,247 @@
+"""fused-offload tune: which ways to stream state are timed, how often, and which is chosen."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tune_ways import timed
+
+from fused_offload import profiles
+from fused_offload.config import DEFAULT_CHUNK_BYTES, MIB
+from fused_offload.machine_key import MachineKey
+from fused_offload.streaming import Streaming
+from fused_offload.tuning.choose import DEFAULTS, Timed, candidates, choose, chosen, still_close
+
+Swept = Any  # of `tuning.measure`, which needs Triton
+
+KEY = MachineKey("NVIDIA H100 80GB HBM3", "32.0 GT/s PCIe x16", "Xeon, 16 CPUs, 1 NUMA nodes", {"torch": "2.11"})
+
+
+def test_the_fastest_wins() -> None:
+    choice = choose(timed(c48x3=72.0, c16x2=80.0, c32x3=65.0, z32=90.0, z64=85.0), 10**9)
+    assert (choice.transport, choice.chunk_bytes, choice.depth, choice.programs) == ("copy", 32 * MIB, 3, 64)
+    assert (choice.ms, choice.state_bytes) == (65.0, 10**9)
+    for words in ("32 MiB x 3 takes 65.00 ms", "the defaults (48 MiB x 3) take 1.108", "64 programs) 1.308"):
+        assert words in choice.why
+
+
+def test_of_equal_copies_the_smallest_ring_wins() -> None:
+    choice = choose(timed(c48x3=72.0, c64x4=71.6, c24x3=72.2, c24x2=73.0, z128=84.9, z16=85.0), 10**9)
+    assert (choice.chunk_bytes, choice.depth, choice.programs) == (24 * MIB, 3, 128)
+    assert "64 MiB x 4 is 0.8% faster" in choice.why
+
+
+@pytest.mark.parametrize(("ms", "programs"), [(66.1, 64), (66.5, 16)])
+def test_other_programs_than_the_default_have_to_be_clearly_faster(ms: float, programs: int) -> None:
+    assert choose(timed(c48x3=90.0, z16=64.5, z32=65.0, z64=ms, z128=67.0), 10**9).programs == programs
+
+
+def test_what_is_faster_on_a_fast_host_and_on_a_slow_one_wins() -> None:
+    fast, slow = [0.76, 0.75, 0.77, 0.74] * 4, [1.00, 0.98, 1.01, 1.02] * 4
+    better = Timed(Streaming(8 * MIB, 2), (*slow, 1.0, *fast))
+    worse = Timed(DEFAULTS, (*(ms * 1.04 for ms in slow), *(ms * 1.04 for ms in fast), 0.79))
+    assert sorted(better.samples_ms)[16] > sorted(worse.samples_ms)[16]  # the medians say the opposite
+    zero_copy = Timed(Streaming(programs=64), (2.0,))
+    assert choose([better, worse, zero_copy], 10**7).chunk_bytes == 8 * MIB
+
+
+@pytest.mark.parametrize(("zero_copy_ms", "transport"), [(71.0, "copy"), (69.0, "zero_copy")])
+def test_zero_copy_has_to_be_clearly_faster(zero_copy_ms: float, transport: str) -> None:
+    choice = choose(timed(c48x3=72.0, z64=zero_copy_ms), 10**9)
+    assert choice.transport == transport
+    assert choice.ms == min(72.0, zero_copy_ms) if transport == "zero_copy" else choice.ms == 72.0
+
+
+def test_what_is_tried() -> None:
+    ways = candidates(10**9)
+    assert len(set(ways)) == len(ways)
+    assert DEFAULTS in ways
+    assert {way.depth for way in ways} >= {2, 3, 4}
+    assert max(way.chunk_bytes for way in candidates(20 * MIB) if way != DEFAULTS and way.programs is None) <= 20 * MIB
+    assert {way.chunk_bytes for way in candidates(1) if way.programs is None} == {4 * MIB, DEFAULT_CHUNK_BYTES}
+
+
+def test_what_stays() -> None:
+    tried = timed(c48x3=90.0, c32x3=65.0, c16x3=69.0, c16x2=67.0, c64x3=80.0, z64=70.0, z16=100.0)
+    copies = [Streaming(32 * MIB, 3), Streaming(16 * MIB, 3), Streaming(16 * MIB, 2), Streaming(64 * MIB, 3)]
+    assert still_close(tried, 1) == [DEFAULTS, *copies[:3], *copies[3:], Streaming(programs=64)]  # within 23 %
+    assert still_close(tried, 4) == [DEFAULTS, *copies[:3], Streaming(programs=64)]  # 8 %
+    assert still_close(tried, 24) == [DEFAULTS, copies[0], copies[2], Streaming(programs=64)]  # 3.8 %
+    # A step of 1 ms may be longer by what a host's speed makes of it.
+    assert len(still_close(timed(c48x3=1.0, c8x2=1.6, z64=1.0, z32=1.6), 1)) == 4
+    assert len(still_close(timed(c48x3=1.0, c8x2=1.6, z64=1.0, z32=1.6), 8)) == 2
+
+
+class FakeSteps:
+    """Steps that take what a formula says, on a link whose speed drifts, by a clock of their own."""
+
+    param_numel = 1000
+
+    def __init__(self, state_bytes: int = 3_000_000_000) -> None:
+        self.state_bytes = state_bytes
+        self.now = 0.0
+        self.calls = 0
+        self.asked: list[Streaming] = []
+
+    def true_ms(self, way: Streaming) -> float:
+        if way.programs is not None:
+            return 90 + 100 / way.programs
+        mib = way.chunk_bytes / MIB
+        return 60 + 0.05 * mib + 40 / mib + (6 if way.depth == 2 else 0)
+
+    def disturbed(self) -> float:
+        """How much longer the next step takes."""
+        self.calls += 1
+        return 1 + 0.03 * (self.calls * 7919 % 13) / 13
+
+    def time(self, way: Streaming, steps: int = 2, *, graph: bool = False) -> list[float]:
+        times = [self.true_ms(way) * self.disturbed() for _ in range(1 + steps)]
+        self.now += sum(times) / 1e3
+        if steps:
+            self.asked.append(way)
+        return times[1:]
+
+    @property
+    def best_ms(self) -> float:
+        return min(map(self.true_ms, candidates(self.state_bytes)))
+
+
+@pytest.fixture
+def sweep(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Swept]:
+    """`measure.sweep` by the clock of the steps; checks what holds for every sweep."""
+    measure = pytest.importorskip("fused_offload.tuning.measure")
+
+    def run(steps: FakeSteps, seconds: float, told: Callable[..., Any] = lambda *_: None) -> Swept:
+        monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=lambda: steps.now))
+        swept, spent = measure.sweep(steps, seconds, told)
+        assert spent <= max(seconds, spent_on_one_round(steps)) + 10 * steps.best_ms * 3 * 3e-3
+        most = max(len(one.samples_ms) for one in swept.timed)
+        [choice] = [one for one in swept.timed if one.streaming == chosen(swept.choice)]
+        assert len(choice.samples_ms) == most
+        return swept
+
+    return run
+
+
+def spent_on_one_round(steps: FakeSteps) -> float:
+    return sum(3 * steps.true_ms(way) * 1.03 for way in candidates(steps.state_bytes)) / 1e3
+
+
+def test_the_sweep_finds_what_brute_force_finds(sweep: Callable[..., Swept]) -> None:
+    steps, told = FakeSteps(), []
+    swept = sweep(steps, 60.0, lambda *report: told.append(report))
+    assert steps.true_ms(chosen(swept.choice)) <= 1.02 * steps.best_ms
+    assert told[-1][1] == told[-1][2]
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert chosen(swept.choice) in [one.streaming for one in swept.graphs]
+    assert {len(one.samples_ms) for one in swept.graphs} == {4}
+    # What is clearly slower is soon left alone; what may be the fastest is always timed, and so are the defaults.
+    rounds = {one.streaming: len(one.samples_ms) // 2 for one in swept.timed}
+    assert rounds[Streaming(4 * MIB, 2)] == 1
+    assert rounds[DEFAULTS] == rounds[chosen(swept.choice)] == 8
+
+
+def test_without_time_everything_is_tried_once(sweep: Callable[..., Swept]) -> None:
+    steps = FakeSteps()
+    swept = sweep(steps, -1.0)
+    assert {len(one.samples_ms) for one in swept.timed} == {2}
+    assert {len(one.samples_ms) for one in swept.graphs} == {2}
+    assert steps.true_ms(chosen(swept.choice)) <= 1.05 * steps.best_ms
+
+
+@given(st.floats(0.0, 80.0))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_round_is_left_unfinished(sweep: Callable[..., Swept], seconds: float) -> None:
+    swept = sweep(FakeSteps(), seconds)
+    counts = sorted({len(one.samples_ms) for one in swept.timed})
+    assert all(count % 2 == 0 for count in counts)
+
+
+def test_compiling_is_not_on_the_clock(sweep: Callable[..., Swept]) -> None:
+    class Compiling(FakeSteps):
+        """The first step by each way takes seconds."""
+
+        def time(self, way: Streaming, steps: int = 2, *, graph: bool = False) -> list[float]:
+            self.now += 0.0 if steps else 2.0
+            return super().time(way, steps, graph=graph)
+
+    rounds = {len(one.samples_ms) for one in sweep(Compiling(), 60.0).timed}
+    assert max(rounds) == 16
+
+
+@pytest.mark.parametrize("state_bytes", [15_000_000, 60_000_000])
+def test_a_host_whose_speed_has_two_levels(sweep: Callable[..., Swept], state_bytes: int) -> None:
+    """Phases of a second or so, in which all steps take 0.35 ms longer: the choice is good in both."""
+
+    class TwoLevels(FakeSteps):
+        phase = 0.0
+
+        def true_ms(self, way: Streaming) -> float:
+            if way.programs is not None:
+                return 0.5 + self.state_bytes / 46e6 + 2 / way.programs
+            return 0.6 + self.state_bytes / 48e6 + 0.02 * self.state_bytes / way.chunk_bytes + way.chunk_bytes / 100e6
+
+        def time(self, way: Streaming, steps: int = 2, *, graph: bool = False) -> list[float]:
+            slow = int(self.now * 1.7 + self.phase) % 2 * 0.35
+            times = [self.true_ms(way) * self.disturbed() + slow for _ in range(7)]
+            self.now += sum(times) / 1e3
+            return times[:steps]
+
+    for tenth in range(10):
+        steps = TwoLevels(state_bytes)
+        steps.phase = tenth / 5
+        assert steps.true_ms(chosen(sweep(steps, 6.0).choice)) <= 1.04 * steps.best_ms
+
+
+def test_short_steps_are_timed_more_often() -> None:
+    measure = pytest.importorskip("fused_offload.tuning.measure")
+    assert [measure.rounds_of(nbytes) for nbytes in (0, 60_000_000, 120_000_000, 3 * 10**9)] == [24, 24, 16, 8]
+
+
+def test_sizes_fit_the_link_and_the_memory() -> None:
+    measure = pytest.importorskip("fused_offload.tuning.measure")
+    assert measure.sizes(50.0, 10**12, 80 * 10**9) == [312_500, 1_250_000, 5_000_000, 20_000_000, 166_666_666]
+    assert measure.sizes(12.0, 10**12, 80 * 10**9) == [312_500, 1_250_000, 5_000_000, 20_000_000, 80_000_000]
+    assert measure.sizes(50.0, 4 * 10**9, 80 * 10**9)[-1] * 12 <= 10**9
+    assert measure.sizes(50.0, 10**12, 2 * 10**9)[-1] * 4 <= 0.5e9
+    with pytest.raises(RuntimeError, match="Too little memory"):
+        measure.sizes(50.0, 10**8, 80 * 10**9)
+
+
+def test_a_choice_for_every_size_and_a_profile_that_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measure = pytest.importorskip("fused_offload.tuning.measure")
+
+    class Steps(FakeSteps):
+        def __init__(self, numel: int, forms: dict[str, Any], *_: Any) -> None:
+            super().__init__()
+            self.param_numel, self.state_bytes = numel, numel * (6 if "exp_avg_dtype" in forms else 12)
+
+        def true_ms(self, way: Streaming) -> float:
+            if way.programs is not None:
+                return 0.1 + self.state_bytes / 40e6
+            return 1 + self.state_bytes / 50e6 + way.chunk_bytes / 50e6
+
+    rate = measure.LinkRate(16, 54.0, 53.0, 50.0)
+    monkeypatch.setattr(measure, "measure_link", lambda *_: [rate])
+    monkeypatch.setattr(measure, "_free_bytes", lambda _: (10**12, 80 * 10**9))
+    monkeypatch.setattr(measure, "rig", lambda *arguments: contextlib.nullcontext(Steps(*arguments)))
+    monkeypatch.setattr(measure, "_time_resident", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    tuning = measure.tune(KEY, torch.device("cuda", 0), 35.0, lambda *_: None)
+    sizes = [choice.state_bytes for choice in tuning.profile.choices]
+    assert sizes == [3_750_000, 15_000_000, 60_000_000, 240_000_000, 1_999_999_992]
+    transports = [choice.transport for choice in tuning.profile.choices]
+    assert transports == ["zero_copy", "zero_copy", "zero_copy", "copy", "copy"]
+    assert [timing.state_bytes for timing in tuning.profile.timings] == [*sizes, 999_999_996]
+    profile = profiles.load(profiles.save(tuning.profile, tmp_path))
+    assert profile.choice_for(30_000_001).state_bytes == 60_000_000
+    for timing in tuning.profile.timings:
+        assert profile.step_ms(timing.state_bytes, timing.param_numel) == pytest.approx(timing.ms)
