@@ -17,8 +17,8 @@ from rows import Rows, make_row
 from scale import DUPLEX_MIB, Scale
 
 from fused_offload import OffloadConfig, profiles
-from fused_offload.streaming import Streaming, streaming_of
-from fused_offload.tuning.choose import DEFAULTS, candidates, label
+from fused_offload.streaming import Streaming, default_streaming, streaming_of
+from fused_offload.tuning.choose import candidates, label
 from fused_offload.tuning.rig import NARROW, WIDE, Rig, rig
 
 pytestmark = pytest.mark.gpu
@@ -56,7 +56,7 @@ def test_tuned(
     with rig(numel, forms, device) as steps:
         state_bytes = steps.state_bytes
         auto = streaming_of(OffloadConfig(), device, state_bytes)
-        compared = {"defaults": DEFAULTS, "auto": auto}
+        compared = {"defaults": default_streaming(state_bytes), "auto": auto}
         swept: dict[Streaming, float] = {}
         if request.config.getoption("sweep"):
             swept = sweep(steps, {*candidates(state_bytes), auto}, more_often(scale.rounds, state_bytes))

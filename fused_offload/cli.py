@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, MIB, OffloadConfig
+from .config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, LEAST_DEFAULT_CHUNK_BYTES, MIB, OffloadConfig
 from .tuning.sizes import MEGATRON_SIZES
 from .tuning.terms import DEFAULT_LINK_GBPS, DEFAULT_TUNING_SECONDS, DTYPES, MASTERS, MOMENT_DTYPES, MOST_PARAMS
 
@@ -183,7 +183,8 @@ def _add_plan(commands: Any) -> None:
         "--chunk-bytes",
         type=_chunk,
         metavar="BYTES",
-        help=f"such as 24MiB; default: what tune chose on this machine, or {DEFAULT_CHUNK_BYTES // MIB}MiB",
+        help=f"such as 24MiB; default: what tune chose on this machine, or a sixteenth of the state, "
+        f"from {LEAST_DEFAULT_CHUNK_BYTES // MIB}MiB to {DEFAULT_CHUNK_BYTES // MIB}MiB",
     )
     offload.add_argument(
         "--depth", type=_positive_int, metavar="N", help=f"default: what tune chose on this machine, or {DEFAULT_DEPTH}"

@@ -9,7 +9,10 @@ from typing import Literal
 MIB = 2**20
 
 DEFAULT_CHUNK_BYTES = 48 * MIB
-"""Chunk size where no profile of the machine says another."""
+"""Chunk size where no profile of the machine says another, and the state has enough chunks of it."""
+
+LEAST_DEFAULT_CHUNK_BYTES = 8 * MIB
+"""Chunk size of small state where no profile of the machine says another."""
 
 DEFAULT_DEPTH = 3
 """Depth where no profile of the machine says another."""
@@ -29,7 +32,7 @@ class OffloadConfig:
             offloaded until their state reaches this share; the rest stays on the parameters' device.
         chunk_bytes: state bytes that are moved and updated at a time, in one direction. The GPU holds up to ``depth``
             chunks. Too small costs launches, too large delays the first kernel and the last write-back. A chunk has
-            at least 128 elements. By default 48 MiB.
+            at least 128 elements. By default a sixteenth of the state, but 8 MiB at least and 48 MiB at most.
         depth: chunks in flight. 3, the default, keeps both directions of the link and the kernel busy; 2 saves a chunk
             of GPU memory and loses 5-7 % (measured on an H100 over PCIe 5).
         transport: ``"copy"`` moves chunks with the copy engines, through staging on the GPU. With ``"zero_copy"`` the

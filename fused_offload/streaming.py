@@ -7,7 +7,14 @@ from typing import NamedTuple
 import torch
 
 from . import profiles
-from .config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, DEFAULT_PROGRAMS, OffloadConfig
+from .config import (
+    DEFAULT_CHUNK_BYTES,
+    DEFAULT_DEPTH,
+    DEFAULT_PROGRAMS,
+    LEAST_DEFAULT_CHUNK_BYTES,
+    MIB,
+    OffloadConfig,
+)
 from .profiles import Choice
 
 
@@ -23,6 +30,23 @@ class Streaming(NamedTuple):
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     depth: int = DEFAULT_DEPTH
     programs: int | None = None
+
+
+_CHUNKS_OF_SMALL_STATE = 16
+
+
+def default_streaming(state_bytes: int) -> Streaming:
+    """Copies, where no profile says another way.
+
+    The link idles one way during the first chunk and the other way during the last, so a small state takes small
+    chunks; but each chunk costs the host some time. On an H100 over PCIe 5 steps of 30 to 240 MB took 5 to 25 % less
+    than with chunks of 48 MiB, those of less or more at most 3 % longer.
+
+    Args:
+        state_bytes: of the extent.
+    """
+    share = state_bytes // _CHUNKS_OF_SMALL_STATE // MIB * MIB
+    return Streaming(min(DEFAULT_CHUNK_BYTES, max(LEAST_DEFAULT_CHUNK_BYTES, share)), DEFAULT_DEPTH)
 
 
 def streaming_of(config: OffloadConfig, device: torch.device, state_bytes: int) -> Streaming:
@@ -42,10 +66,11 @@ def streaming_of(config: OffloadConfig, device: torch.device, state_bytes: int) 
     is_free = config.transport == "auto" and config.pin and (chunk_bytes, depth) == ("auto", "auto")
     if is_free and choice is not None and choice.transport == "zero_copy":
         return Streaming(programs=choice.programs)
+    known = default_streaming(state_bytes) if choice is None else choice
     if chunk_bytes == "auto":
-        chunk_bytes = DEFAULT_CHUNK_BYTES if choice is None else choice.chunk_bytes
+        chunk_bytes = known.chunk_bytes
     if depth == "auto":
-        depth = DEFAULT_DEPTH if choice is None else choice.depth
+        depth = known.depth
     return Streaming(chunk_bytes, depth)
 
 

@@ -234,7 +234,7 @@ def test_auto_takes_the_profile(config: OffloadConfig, state_bytes: int, expecte
 @pytest.mark.usefixtures("tuned")
 def test_the_cpu_has_no_profile() -> None:
     expected = Streaming(DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH)
-    assert streaming_of(OffloadConfig(), torch.device("cpu"), 1000) == expected
+    assert streaming_of(OffloadConfig(), torch.device("cpu"), LARGE.state_bytes) == expected
 
 
 @pytest.mark.usefixtures("tuned")

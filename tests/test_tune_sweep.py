@@ -15,14 +15,16 @@ from hypothesis import strategies as st
 from tune_ways import timed
 
 from fused_offload import profiles
-from fused_offload.config import DEFAULT_CHUNK_BYTES, MIB
+from fused_offload.config import LEAST_DEFAULT_CHUNK_BYTES, MIB
 from fused_offload.machine_key import MachineKey
-from fused_offload.streaming import Streaming
-from fused_offload.tuning.choose import DEFAULTS, Timed, candidates, choose, chosen, still_close
+from fused_offload.streaming import Streaming, default_streaming
+from fused_offload.tuning.choose import Timed, candidates, choose, chosen, still_close
 
 Swept = Any  # of `tuning.measure`, which needs Triton
 
 KEY = MachineKey("NVIDIA H100 80GB HBM3", "32.0 GT/s PCIe x16", "Xeon, 16 CPUs, 1 NUMA nodes", {"torch": "2.11"})
+
+DEFAULTS = default_streaming(10**9)
 
 
 def test_the_fastest_wins() -> None:
@@ -65,19 +67,19 @@ def test_what_is_tried() -> None:
     assert len(set(ways)) == len(ways)
     assert DEFAULTS in ways
     assert {way.depth for way in ways} >= {2, 3, 4}
-    assert max(way.chunk_bytes for way in candidates(20 * MIB) if way != DEFAULTS and way.programs is None) <= 20 * MIB
-    assert {way.chunk_bytes for way in candidates(1) if way.programs is None} == {4 * MIB, DEFAULT_CHUNK_BYTES}
+    assert max(way.chunk_bytes for way in candidates(20 * MIB) if way.programs is None) <= 20 * MIB
+    assert {way.chunk_bytes for way in candidates(1) if way.programs is None} == {4 * MIB, LEAST_DEFAULT_CHUNK_BYTES}
 
 
 def test_what_stays() -> None:
     tried = timed(c48x3=90.0, c32x3=65.0, c16x3=69.0, c16x2=67.0, c64x3=80.0, z64=70.0, z16=100.0)
     copies = [Streaming(32 * MIB, 3), Streaming(16 * MIB, 3), Streaming(16 * MIB, 2), Streaming(64 * MIB, 3)]
-    assert still_close(tried, 1) == [DEFAULTS, *copies[:3], *copies[3:], Streaming(programs=64)]  # within 23 %
-    assert still_close(tried, 4) == [DEFAULTS, *copies[:3], Streaming(programs=64)]  # 8 %
-    assert still_close(tried, 24) == [DEFAULTS, copies[0], copies[2], Streaming(programs=64)]  # 3.8 %
+    assert still_close(tried, 1, 10**9) == [DEFAULTS, *copies[:3], *copies[3:], Streaming(programs=64)]  # within 23 %
+    assert still_close(tried, 4, 10**9) == [DEFAULTS, *copies[:3], Streaming(programs=64)]  # 8 %
+    assert still_close(tried, 24, 10**9) == [DEFAULTS, copies[0], copies[2], Streaming(programs=64)]  # 3.8 %
     # A step of 1 ms may be longer by what a host's speed makes of it.
-    assert len(still_close(timed(c48x3=1.0, c8x2=1.6, z64=1.0, z32=1.6), 1)) == 4
-    assert len(still_close(timed(c48x3=1.0, c8x2=1.6, z64=1.0, z32=1.6), 8)) == 2
+    assert len(still_close(timed(c48x3=1.0, c8x2=1.6, z64=1.0, z32=1.6), 1, 10**9)) == 4
+    assert len(still_close(timed(c48x3=1.0, c8x2=1.6, z64=1.0, z32=1.6), 8, 10**9)) == 2
 
 
 class FakeSteps:

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 import cpu_pipeline
 
 from fused_offload import FusedOffloadAdam, OffloadConfig, window
-from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, DEFAULT_PROGRAMS
+from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, DEFAULT_PROGRAMS, MIB
 from fused_offload.kernels import adam
 from fused_offload.streaming import Streaming, streaming_of
 
@@ -127,6 +127,14 @@ def test_staging_is_reserved_for_the_extents_that_need_it(monkeypatch: pytest.Mo
 
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("state_bytes", "mib"), [(0, 8), (60 * 10**6, 8), (143 * MIB, 8), (240 * 10**6, 14), (767 * MIB, 47), (10**12, 48)]
+)
+def test_small_state_streams_in_small_chunks_by_default(state_bytes: int, mib: int) -> None:
+    assert streaming_of(OffloadConfig(), CPU, state_bytes) == Streaming(mib * MIB, DEFAULT_DEPTH, None)
+    assert streaming_of(OffloadConfig(depth=5), CPU, state_bytes) == Streaming(mib * MIB, 5, None)
 
 
 def test_defaults_without_a_profile() -> None:

@@ -9,9 +9,8 @@ from typing import NamedTuple
 
 from fused_offload.config import DEFAULT_PROGRAMS, MIB
 from fused_offload.profiles import Choice
-from fused_offload.streaming import Streaming
+from fused_offload.streaming import Streaming, default_streaming
 
-DEFAULTS = Streaming()
 CHUNK_MIB = (4, 8, 16, 24, 32, 48, 64)
 DEPTHS = (2, 3, 4)
 PROGRAMS = (16, 32, 64, 128)
@@ -92,8 +91,8 @@ def candidates(state_bytes: int) -> list[Streaming]:
     """
     sizes = [mib * MIB for mib in CHUNK_MIB if mib * MIB <= state_bytes] or [CHUNK_MIB[0] * MIB]
     ways = [Streaming(chunk_bytes, depth) for chunk_bytes, depth in product(sizes, DEPTHS)]
-    if DEFAULTS not in ways:
-        ways.append(DEFAULTS)
+    if default_streaming(state_bytes) not in ways:
+        ways.append(default_streaming(state_bytes))
     return ways + [Streaming(programs=programs) for programs in PROGRAMS]
 
 
@@ -109,18 +108,19 @@ def graph_candidates(choice: Choice) -> list[Streaming]:
     )
 
 
-def still_close(timed: Sequence[Timed], rounds: int) -> list[Streaming]:
+def still_close(timed: Sequence[Timed], rounds: int, state_bytes: int) -> list[Streaming]:
     """What may be the fastest of its transport after all, and the defaults, which it has to beat.
 
     Args:
         timed: what is still timed.
         rounds: that all of it was timed in.
+        state_bytes: of the extent that is stepped.
     """
     close = []
     for group in (_copies(timed), _zero_copies(timed)):
         best = min(one.ms for one in group)
         most = best * (1 + _STILL_CLOSE + _CLOSE_AFTER_ONE / rounds) + _LEVELS_MS / rounds
-        close += [one.streaming for one in group if one.ms <= most or one.streaming == DEFAULTS]
+        close += [one.streaming for one in group if one.ms <= most or one.streaming == default_streaming(state_bytes)]
     return close
 
 
@@ -143,7 +143,7 @@ def choose(timed: Sequence[Timed], state_bytes: int) -> Choice:
         depth=copy.streaming.depth,
         programs=zero_copy.streaming.programs or 1,
         ms=winner.ms,
-        why=_why(timed, winner, fastest[not is_zero_copy]),
+        why=_why(timed, winner, fastest[not is_zero_copy], default_streaming(state_bytes)),
     )
 
 
@@ -166,12 +166,12 @@ def _least(timed: Sequence[Timed], tolerance: float, cost: Callable[[Streaming],
     return min(as_good, key=lambda one: (cost(one.streaming), one.ms))
 
 
-def _why(timed: Sequence[Timed], winner: Timed, other: Timed) -> str:
+def _why(timed: Sequence[Timed], winner: Timed, other: Timed, default: Streaming) -> str:
     fastest = _fastest(timed)
     words = [f"{winner.label} takes {winner.ms:.2f} ms"]
     if fastest is not winner:
         words.append(f"{fastest.label} is {1 - fastest.ms / winner.ms:.1%} faster, which is too little")
-    defaults = next((one for one in timed if one.streaming == DEFAULTS), None)
+    defaults = next((one for one in timed if one.streaming == default), None)
     if defaults is not None and defaults is not winner:
         words.append(f"the defaults ({defaults.label}) take {defaults.ms / winner.ms:.3f} times as long")
     words.append(f"the best of the other transport ({other.label}) {other.ms / winner.ms:.3f} times")

@@ -172,7 +172,7 @@ def sweep(steps: Any, seconds: float, report: Report) -> tuple[Swept, float]:
             samples[way] += steps.time(way, _STEPS)
         now = time.perf_counter()
         a_way = (now - round_start) / len(close)
-        close = still_close(_timed(samples, close), index + 1)
+        close = still_close(_timed(samples, close), index + 1, state_bytes)
         if now + a_way * len(close) > start + seconds:
             break
         round_start = now

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from fused_offload import profiles
-from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, MIB, OffloadConfig
+from fused_offload.config import MIB, OffloadConfig
 from fused_offload.in_backward import PART_BYTES
 from fused_offload.profiles import Choice, Found, Profile
+from fused_offload.streaming import default_streaming
 
 from .budget import Memory, StepTime, Training, largest_model, memory_of, profile_step_time, step_time
 from .sizes import MEGATRON_SIZES, Decoder, count_config, head_dim_of
@@ -57,14 +58,18 @@ def _count(options: argparse.Namespace) -> int:
     ).param_numel()
 
 
-def _training(options: argparse.Namespace, choice: Choice | None = None) -> Training:
-    """What the options say; what they leave open is as a profile chose, or the defaults."""
+def _training(options: argparse.Namespace, state_bytes: int = 0, choice: Choice | None = None) -> Training:
+    """What the options say; what they leave open is as a profile chose, or the default for so much state of a rank."""
     chunk_bytes, depth = options.chunk_bytes, options.depth
     if choice is not None and choice.transport == "zero_copy" and chunk_bytes is None and depth is None:
         how: dict[str, Any] = {"transport": "zero_copy", "zero_copy_programs": choice.programs}
     else:
-        default = (DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH) if choice is None else (choice.chunk_bytes, choice.depth)
-        how = {"transport": "copy", "chunk_bytes": chunk_bytes or default[0], "depth": depth or default[1]}
+        known = default_streaming(state_bytes) if choice is None else choice
+        how = {
+            "transport": "copy",
+            "chunk_bytes": chunk_bytes or known.chunk_bytes,
+            "depth": depth or known.depth,
+        }
     return Training(
         param_dtype=options.param_dtype,
         grad_dtype=options.grad_dtype,
@@ -109,13 +114,13 @@ def _predict(options: argparse.Namespace, training: Training, memory: Memory, pr
 
 def plan(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
-    numel, training = _param_numel(options), _training(options)
-    memory = memory_of(numel, training)
+    numel = _param_numel(options)
+    state_bytes = memory_of(numel, _training(options)).host_state
     found = profiles.of_device(0) if options.link_gbps is None else None
     profile = None if found is None else found.profile
-    if profile is not None:
-        training = _training(options, profile.choice_for(memory.host_state))
-        memory = memory_of(numel, training)
+    choice = None if profile is None else profile.choice_for(state_bytes)
+    training = _training(options, state_bytes, choice)
+    memory = memory_of(numel, training)
     prediction = _predict(options, training, memory, profile)
     time = prediction.time
     gpu_bytes = None if options.gpu_memory is None else int(options.gpu_memory * 1e9)

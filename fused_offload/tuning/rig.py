@@ -13,8 +13,6 @@ import torch
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.streaming import Streaming
 
-from .choose import DEFAULTS
-
 _TENSORS = 16
 _WARM_MS = 20.0
 
@@ -102,7 +100,7 @@ def config_of(streaming: Streaming) -> OffloadConfig:
 @contextmanager
 def rig(numel: int, forms: dict[str, Any], device: torch.device) -> Iterator[Rig]:
     """A `Rig` with all state offloaded, which gives its memory back."""
-    made = Rig(numel, forms, config_of(DEFAULTS), device)
+    made = Rig(numel, forms, config_of(Streaming()), device)
     try:
         yield made
     finally:
