@@ -79,6 +79,7 @@ class DevicePlan:
         # A first step is not like the next one, which finds state.
         self.is_replayable = not any(kind.init_moments or kind.init_master or kind.block for kind in self.kinds)
         self.capture: Capture | None = None
+        self.compiled_for: Any = None  # arguments that the kernels of this plan were compiled for
         # By slot, weakly: a ring that is released or grown takes its slots' views with it.
         self._states: weakref.WeakKeyDictionary[Slot, dict[Any, AdamState]] = weakref.WeakKeyDictionary()
 

@@ -285,9 +285,13 @@ class Pipeline:
                     capture = device_plan.capture = Capture(key, self._captured(step))
                 return step._replace(graph=capture.graph)
             device_plan.capture = Capture(key, None)
-        for index in range(len(device_plan.kinds)):
-            arguments = self._arguments(device_plan, index, 0, updates, scalars, signals, numerics, aligned)
-            self._compile(table, *arguments)
+        by_group = [(group, _compiled_into(values)) for group, values in scalars.items()]
+        compiled_for = (list(aligned), numerics, by_group, signals.keys() == {None}, grad_scale is None)
+        if device_plan.compiled_for != compiled_for:
+            for index in range(len(device_plan.kinds)):
+                arguments = self._arguments(device_plan, index, 0, updates, scalars, signals, numerics, aligned)
+                self._compile(table, *arguments)
+            device_plan.compiled_for = compiled_for
         return step
 
     def _captured(self, step: PreparedStep) -> torch.cuda.CUDAGraph:
@@ -352,10 +356,9 @@ class Pipeline:
     def _compile(
         self, table: torch.Tensor, state: AdamState, scalars: AdamScalars, kind: LaunchKind, signals: AmpSignals
     ) -> None:
-        lr_dtype = scalars.lr.dtype if isinstance(scalars.lr, torch.Tensor) else None
         forms = tuple(stored.form if stored is not None else None for stored in state[:3])
         key = (
-            (forms, state.init_moments, state.init_master, scalars.adam_w_mode, lr_dtype, type(scalars.step), kind),
+            (forms, state.init_moments, state.init_master, _compiled_into(scalars), kind),
             (signals.grad_scale is None, signals.found_inf is None),
         )
         if key not in self._compiled:
@@ -515,6 +518,12 @@ class Pipeline:
         if self._computed is not None:
             self._computed.synchronize()  # resident state is read by the host too
         self.skips.wait()
+
+
+def _compiled_into(scalars: AdamScalars) -> tuple[Any, ...]:
+    """What of the hyperparameters a kernel knows at compile time."""
+    lr_dtype = scalars.lr.dtype if isinstance(scalars.lr, torch.Tensor) else None
+    return scalars.adam_w_mode, lr_dtype, type(scalars.step)
 
 
 def _with_lr_on(device: torch.device, scalars: AdamScalars) -> AdamScalars:

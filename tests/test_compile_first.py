@@ -1,0 +1,137 @@
+"""What a step launches is compiled before its first launch, whatever changed since the last step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import cpu_pipeline
+
+from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.kernels import adam
+from fused_offload.pipeline import Pipeline
+
+pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
+
+
+def variant(state: Any, scalars: Any, kind: Any, amp: Any) -> Any:
+    """What a compiled kernel is for."""
+    lr_dtype = scalars.lr.dtype if isinstance(scalars.lr, torch.Tensor) else None
+    forms = tuple(None if stored is None else stored.form for stored in state[:3])
+    signals = amp.grad_scale is None, amp.found_inf is None
+    return (
+        forms,
+        state.init_moments,
+        state.init_master,
+        scalars.adam_w_mode,
+        lr_dtype,
+        type(scalars.step),
+        kind,
+        signals,
+    )
+
+
+class Kernels:
+    """Compiled and launched variants; launching one that was not compiled is an error."""
+
+    def __init__(self) -> None:
+        self.compiled: set[Any] = set()
+        self.launches = 0
+
+    def compile_step(self, table: Any, *what: Any) -> None:
+        self.compiled.add(variant(*what))
+
+    def adam_step_(self, table: Any, rows: int, programs: int, *what: Any) -> None:
+        assert variant(*what) in self.compiled
+        self.launches += 1
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch, pipeline_on_the_cpu: None) -> Kernels:
+    kernels = Kernels()
+    monkeypatch.setattr(adam, "compile_step", kernels.compile_step)
+    monkeypatch.setattr(adam, "adam_step_", kernels.adam_step_)
+    return kernels
+
+
+def with_grads(optimizer: FusedOffloadAdam, offset: int = 0) -> list[torch.Tensor]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for param in params:
+        memory = torch.zeros(param.numel() + offset, dtype=param.dtype)
+        param.grad = memory[offset:].view(param.shape)
+    return params
+
+
+def make(offload: OffloadConfig) -> FusedOffloadAdam:
+    params = [torch.nn.Parameter(torch.zeros(size).bfloat16()) for size in (3000, 200)]
+    return FusedOffloadAdam([{"params": params[:1]}, {"params": params[1:]}], master_weights=True, offload=offload)
+
+
+def l2_instead_of_decoupled_decay(optimizer: FusedOffloadAdam) -> None:
+    optimizer.adam_w_mode = 0
+
+
+def gradients_that_are_not_aligned(optimizer: FusedOffloadAdam) -> None:
+    with_grads(optimizer, offset=1)
+
+
+def a_parameter_without_gradient(optimizer: FusedOffloadAdam) -> None:
+    with_grads(optimizer)[0].grad = None
+
+
+def a_new_parameter(optimizer: FusedOffloadAdam) -> None:
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(70))]})
+    with_grads(optimizer)
+
+
+def a_gradient_scaler(optimizer: FusedOffloadAdam) -> None:
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(1), torch.zeros(1)  # type: ignore[attr-defined]
+
+
+CHANGES: list[Callable[[FusedOffloadAdam], None]] = [
+    l2_instead_of_decoupled_decay,
+    gradients_that_are_not_aligned,
+    a_parameter_without_gradient,
+    a_new_parameter,
+    a_gradient_scaler,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("offload", [OffloadConfig(chunk_bytes=4096), OffloadConfig(transport="zero_copy")])
+def test_whatever_changes(offload: OffloadConfig, change: Callable[[Any], None], kernels: Kernels) -> None:
+    optimizer = make(offload)
+    with_grads(optimizer)
+    for _ in range(3):
+        optimizer.step()
+    launches, known = kernels.launches, set(kernels.compiled)
+    change(optimizer)
+    for _ in range(2):
+        optimizer.step()
+    assert kernels.launches > launches
+    if change is not a_parameter_without_gradient:
+        assert kernels.compiled > known
+
+
+def test_a_steady_step_asks_once_a_chunk(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looking whether everything is compiled costs the host as much as a part of the launches."""
+    optimizer = make(OffloadConfig(chunk_bytes=4096))
+    asked: list[Any] = []
+    monkeypatch.setattr(Pipeline, "_compile", lambda self, *arguments: kernels.compile_step(*arguments))
+    original = Pipeline._arguments
+    monkeypatch.setattr(
+        Pipeline, "_arguments", lambda self, *arguments: asked.append(None) or original(self, *arguments)
+    )
+    with_grads(optimizer)
+    for _ in range(3):
+        optimizer.step()
+    before, launches = len(asked), kernels.launches
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5  # nothing that is compiled in
+    optimizer.step()
+    assert len(asked) - before == kernels.launches - launches > 5
