@@ -7,13 +7,13 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.profiler import record_function
 
 from . import profiles
 from .amp import AmpInputs
 from .config import OffloadConfig
 from .cpu_loop import run_chunk
 from .kernels.reference import AdamScalars, bias_correction
+from .phases import phase
 from .planner import StepPlan, extent_of
 from .step_report import StepReport, combined, report_of
 from .storage import Layout
@@ -70,7 +70,7 @@ class Engine:
             for device in devices:
                 pipeline = self._pipeline(device)
                 stack.enter_context(pipeline.locked())
-                with record_function("FusedOffloadAdam::prepare"):
+                with phase("prepare"):
                     step = pipeline.prepare(
                         plan,
                         updates,
@@ -86,14 +86,14 @@ class Engine:
                 self._steps += 1
             self._step_is_open = self._in_parts
             for pipeline, step in prepared:
-                with torch.cuda.device(pipeline.queues.device), record_function("FusedOffloadAdam::stream"):
+                with torch.cuda.device(pipeline.queues.device), phase("stream"):
                     pipeline.run(step, self._steps)
                 # The next step, or the next part of this one, begins with the slot that was free first.
                 pipeline.queues.ring.rotate(sum(transfer is not None for transfer in step.plan.transfers))
         cpu_chunks = plan.chunks_of(_CPU)
         grad_scale = amp.grad_scale_on_host() if cpu_chunks else None
         for chunk in cpu_chunks:
-            with record_function("FusedOffloadAdam::cpu_chunk"):
+            with phase("cpu_chunk"):
                 run_chunk(chunk, plan, updates, scalars, grad_scale)
 
     def _pipeline(self, device: torch.device) -> Pipeline:
@@ -143,7 +143,7 @@ class Engine:
         Args:
             blocks: what to load, in order.
         """
-        with record_function("FusedOffloadAdam::prefetch"):
+        with phase("prefetch"):
             for device in dict.fromkeys(block.extent.layout.device for block in blocks):
                 if device == _CPU:
                     continue
@@ -206,7 +206,7 @@ class Engine:
 
     def wait(self) -> None:
         """Waits on the host until all state is written back."""
-        with record_function("FusedOffloadAdam::wait"):
+        with phase("wait"):
             for pipeline in self.pipelines.values():
                 pipeline.wait()
 

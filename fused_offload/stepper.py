@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch.profiler import record_function
 
 from .amp import AmpInputs
 from .arguments import check_numerics
@@ -14,6 +13,7 @@ from .config import OffloadConfig
 from .dtensors import local_of
 from .engine import Engine, step_corrections
 from .kernels.reference import AdamScalars, adam_scalars
+from .phases import phase
 from .planner import Planner
 from .state import StateEntry, StateHooks
 from .store import StateStore
@@ -95,7 +95,7 @@ class Stepper:
             TypeError: for what cannot be a parameter or a gradient.
             RuntimeError: for tensors that cannot be updated, do not fit together, or do not fit their state.
         """
-        with record_function("FusedOffloadAdam::check"):
+        with phase("check"):
             updates = self._watch.observe(param_groups, modes.decoupled_grad, given)
             self._check_entries(updates, modes.numerics)
         return updates

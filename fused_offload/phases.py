@@ -1,0 +1,29 @@
+"""Names the phases of a step for profilers."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.autograd import profiler
+
+_light: Any = getattr(torch._C._profiler, "_RecordFunctionFast", profiler.record_function)
+
+
+def phase(name: str) -> AbstractContextManager[Any]:
+    """Marks what runs inside as ``FusedOffloadAdam::<name>``.
+
+    While one of torch's profilers is on, this is `torch.profiler.record_function`, which marks kernels on the GPU, too.
+    That takes the host 11 us even while they are off, several times a step, and small steps take less than a
+    millisecond. So then it is what torch's own compiled code uses, which takes 0.5 us (one CPU, torch 2.13) and is
+    still seen by profilers from outside.
+
+    Args:
+        name: of the phase.
+    """
+    full_name = f"FusedOffloadAdam::{name}"
+    if getattr(profiler, "_is_profiler_enabled", True):
+        return profiler.record_function(full_name)
+    marked: AbstractContextManager[Any] = _light(full_name)
+    return marked

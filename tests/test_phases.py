@@ -1,0 +1,57 @@
+"""Profilers see the phases of a step by name; without one, naming them costs next to nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import profiler
+
+from fused_offload import FusedOffloadAdam
+from fused_offload.phases import phase
+
+
+def stepped() -> FusedOffloadAdam:
+    param = torch.nn.Parameter(torch.zeros(10))
+    param.grad = torch.ones(10)
+    optimizer = FusedOffloadAdam([param])
+    optimizer.step()
+    optimizer.synchronize()
+    return optimizer
+
+
+def test_a_profile_shows_the_phases() -> None:
+    with torch.profiler.profile() as profile:
+        stepped()
+    names = {event.key for event in profile.key_averages()}
+    assert {f"FusedOffloadAdam::{name}" for name in ("check", "cpu_chunk", "wait")} <= names
+
+
+def test_profilers_from_outside_see_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with torch.profiler.profile() as profile:
+        monkeypatch.setattr(profiler, "_is_profiler_enabled", False)  # as if Python knew nothing of it
+        stepped()
+        monkeypatch.undo()
+    assert "FusedOffloadAdam::check" in {event.key for event in profile.key_averages()}
+
+
+@pytest.mark.parametrize("is_profiling", [False, True])
+def test_record_function_is_for_profiles(is_profiling: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str] = []
+    original = profiler.record_function
+
+    def record(name: str, *args: Any) -> Any:
+        used.append(name)
+        return original(name, *args)
+
+    monkeypatch.setattr(profiler, "record_function", record)
+    monkeypatch.setattr(profiler, "_is_profiler_enabled", is_profiling)
+    with phase("check"):
+        pass
+    assert used == ["FusedOffloadAdam::check"] * is_profiling
+
+
+def test_without_the_light_one_record_function_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fused_offload.phases._light", profiler.record_function)
+    stepped()
