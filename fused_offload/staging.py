@@ -75,9 +75,11 @@ class StagingRing:
         Returns:
             Whether the ring has to `grow` before the user can go on.
         """
-        self._needs[user] = RingNeed(need.depth, need.aligned_slot_bytes)
-        wanted = self._wanted()
-        return len(self.slots) < wanted.depth or self.slots[0].memory.numel() < wanted.slot_bytes
+        need = RingNeed(need.depth, need.aligned_slot_bytes)
+        if self._needs.get(user) != need:
+            self._needs[user] = need
+        # Other users ask for themselves before they step.
+        return len(self.slots) < need.depth or self.slots[0].memory.numel() < need.slot_bytes
 
     def grow(self, user: Any) -> None:
         """Allocates what is needed on the current stream, for which the copy streams then have to wait.

@@ -27,6 +27,7 @@ class UploadBuffer:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._table: AddressTable | None = None  # keeps the id below from being reused
         self._holds = (0, -1)
+        self._rows = torch.empty(0, dtype=torch.int64)
 
     def send(
         self,
@@ -47,7 +48,7 @@ class UploadBuffer:
             The rows on the device, ``[rows, 6]`` int64, and each group's corrections, ``[., 2]`` float32.
         """
         if not corrections and self._holds == (id(table), table.version):
-            return self._rows(table), {}
+            return self._rows, {}
         pairs = [pair for rows in corrections.values() for pair in rows]
         values = torch.tensor(pairs, dtype=torch.float32, device="cpu")  # whatever torch's default device is
         nbytes = table.nbytes + values.nbytes
@@ -62,12 +63,10 @@ class UploadBuffer:
         cuda_driver.copy_to_device_async(self._memory.data_ptr(), host.data_ptr(), nbytes, stream)
         self._sent[self._turn] = record()
         self._table, self._holds = table, (id(table), table.version)
-        return self._rows(table), self._split(
+        self._rows = self._memory[: table.nbytes].view(torch.int64).view(table.rows.shape)
+        return self._rows, self._split(
             corrections, self._memory[table.nbytes : nbytes].view(torch.float32).view(-1, 2)
         )
-
-    def _rows(self, table: AddressTable) -> torch.Tensor:
-        return self._memory[: table.nbytes].view(torch.int64).view(table.rows.shape)
 
     @staticmethod
     def _split(corrections: Mapping[int, list[Any]], values: torch.Tensor) -> dict[int, torch.Tensor]:
