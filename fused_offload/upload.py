@@ -64,9 +64,7 @@ class UploadBuffer:
         self._sent[self._turn] = record()
         self._table, self._holds = table, (id(table), table.version)
         self._rows = self._memory[: table.nbytes].view(torch.int64).view(table.rows.shape)
-        return self._rows, self._split(
-            corrections, self._memory[table.nbytes : nbytes].view(torch.float32).view(-1, 2)
-        )
+        return self._rows, self._split(corrections, self._memory[table.nbytes : nbytes].view(torch.float32).view(-1, 2))
 
     @staticmethod
     def _split(corrections: Mapping[int, list[Any]], values: torch.Tensor) -> dict[int, torch.Tensor]:
