@@ -95,6 +95,7 @@ class PreparedStep(NamedTuple):
         params: parameters that the step changes.
         found_inf: signal to count a skip by, or None.
         graph: what to replay instead of launching, or None.
+        capture_key: what the next step may be captured for once this one is enqueued, or None.
     """
 
     plan: DevicePlan
@@ -102,6 +103,7 @@ class PreparedStep(NamedTuple):
     params: list[torch.Tensor]
     found_inf: torch.Tensor | None
     graph: torch.cuda.CUDAGraph | None = None
+    capture_key: Any = None
 
 
 class Pipeline:
@@ -284,7 +286,8 @@ class Pipeline:
                 if capture.graph is None:
                     capture = device_plan.capture = Capture(key, self._captured(step))
                 return step._replace(graph=capture.graph)
-            device_plan.capture = Capture(key, None)
+            device_plan.capture = None
+            step = step._replace(capture_key=key)
         by_group = [(group, _compiled_into(values)) for group, values in scalars.items()]
         compiled_for = (list(aligned), numerics, by_group, signals.keys() == {None}, grad_scale is None)
         if device_plan.compiled_for != compiled_for:
@@ -416,6 +419,8 @@ class Pipeline:
             marks = self._replay(step, step.graph)
         else:
             marks = self._run(step)
+            if step.capture_key is not None:
+                step.plan.capture = Capture(step.capture_key, None)
         self.log.add(number, marks)
         if step.found_inf is not None:
             ops = CudaOps(self.queues)

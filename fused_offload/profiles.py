@@ -85,7 +85,7 @@ class Profile:
         return min(self.choices, key=lambda choice: abs(math.log(max(1, state_bytes) / choice.state_bytes)))
 
     def step_ms(self, state_bytes: int, param_numel: int) -> float:
-        """Predicts a step: by its bytes, and by how many of them a parameter has. More bytes never take less time.
+        """Predicts a step: by its bytes, and by how many of them a parameter has. More parameters never take less time.
 
         Args:
             state_bytes: that move, each way.

@@ -78,9 +78,11 @@ class UploadBuffer:
         if nbytes <= self._capacity:
             return
         torch.cuda.synchronize(self._device)
-        self._capacity = -(-nbytes * 5 // 4 // 4096) * 4096  # room for corrections to come and go
+        capacity = -(-nbytes * 5 // 4 // 4096) * 4096  # room for corrections to come and go
+        memory = torch.empty(capacity, dtype=torch.uint8, device=self._device)
+        slab = PinnedSlab(capacity * _HALVES, pin=True)
+        # Nothing fails from here on: after running out of memory, what there is still fits together.
         if self._slab is not None:
             self._slab.close()
-        self._slab = PinnedSlab(self._capacity * _HALVES, pin=True)
-        self._memory = torch.empty(self._capacity, dtype=torch.uint8, device=self._device)
+        self._capacity, self._memory, self._slab = capacity, memory, slab
         self._sent = [None] * _HALVES

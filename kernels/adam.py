@@ -296,7 +296,13 @@ def _update_program(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "blocks", "skips_before", "rounding_seed", "rounding_step"])
+_OF_ANY_VALUE = ("rows", "blocks", "skips_before", "rounding_seed", "rounding_step")
+_OF_ANY_ALIGNMENT = ("rounding_step_ptr", "lr_ptr", "corrections_ptr", "skips_ptr", "grad_scale_ptr", "found_inf_ptr")
+"""Arguments that differ between the launches of a step, or belong to the caller: the kernel that is compiled before the
+first launch has to be that of all of them."""
+
+
+@triton.jit(do_not_specialize=_OF_ANY_VALUE, do_not_specialize_on_alignment=_OF_ANY_ALIGNMENT)
 def _adam_kernel(
     table_ptr,  # [rows, 6] int64, see TABLE_COLUMNS
     rows,

@@ -13,6 +13,7 @@ import torch
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.cli import main
+from fused_offload.config import MIB
 from fused_offload.tuning.budget import PARAM_DTYPES, STORED_DTYPES, Training, largest_model, memory_of, step_time
 from fused_offload.tuning.sizes import Decoder, count_config
 
@@ -163,6 +164,14 @@ def test_the_window_is_no_larger_than_the_state_and_hides_its_bytes() -> None:
     whole = memory_of(10**9, Training(offload=OffloadConfig(window_bytes=10**12)))
     assert whole.window == whole.host_state
     assert step_time(whole, 50.0).exposed_ms == 0
+
+
+def test_the_largest_model_does_not_depend_on_the_one_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    reports = [plan(capsys, "--params", size, "--link-gbps", "50", "--gpu-memory", "1") for size in ("1e6", "100e6")]
+    assert reports[0]["largest_param_numel"] == reports[1]["largest_param_numel"]
+    assert [report["training"]["offload"]["chunk_bytes"] for report in reports] == [8 * MIB, 48 * MIB]
+    given = plan(capsys, "--params", "1e6", "--link-gbps", "50", "--chunk-bytes", "4MiB", "--depth", "2")
+    assert (given["training"]["offload"]["chunk_bytes"], given["training"]["offload"]["depth"]) == (4 * MIB, 2)
 
 
 def test_a_window_of_auto_lies_where_activations_were(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,28 +12,24 @@ pytest.importorskip("triton")
 
 import cpu_pipeline
 
-from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload import FusedOffloadAdam, OffloadConfig, stepper
 from fused_offload.kernels import adam
 from fused_offload.pipeline import Pipeline
 
 pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
 
 
-def variant(state: Any, scalars: Any, kind: Any, amp: Any) -> Any:
-    """What a compiled kernel is for."""
-    lr_dtype = scalars.lr.dtype if isinstance(scalars.lr, torch.Tensor) else None
-    forms = tuple(None if stored is None else stored.form for stored in state[:3])
-    signals = amp.grad_scale is None, amp.found_inf is None
-    return (
-        forms,
-        state.init_moments,
-        state.init_master,
-        scalars.adam_w_mode,
-        lr_dtype,
-        type(scalars.step),
-        kind,
-        signals,
-    )
+def variant(*launch: Any) -> Any:
+    """What Triton compiles a kernel of its own for: constants, dtypes, None, 16-byte alignment, ones and 16ths."""
+
+    def of(name: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value.dtype, name in adam._OF_ANY_ALIGNMENT or value.data_ptr() % 16 == 0
+        if name.islower() and type(value) is int and name != "num_warps":
+            return None if name in adam._OF_ANY_VALUE else (value == 1, value % 16 == 0)
+        return float if type(value) is float else value
+
+    return tuple((name, of(name, value)) for name, value in adam._arguments(*launch).items())
 
 
 class Kernels:
@@ -44,16 +40,24 @@ class Kernels:
         self.launches = 0
 
     def compile_step(self, table: Any, *what: Any) -> None:
-        self.compiled.add(variant(*what))
+        self.compiled.add(variant(table, 1, 1, *what))
 
-    def adam_step_(self, table: Any, rows: int, programs: int, *what: Any) -> None:
-        assert variant(*what) in self.compiled
+    def adam_step_(self, *launch: Any) -> None:
+        assert variant(*launch) in self.compiled
         self.launches += 1
 
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch, pipeline_on_the_cpu: None) -> Kernels:
     kernels = Kernels()
+    original = stepper._scalars
+
+    def scalars(group: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+        """Learning rates in tensors stay there, as those on a GPU do."""
+        made, lr = original(group, *arguments, **options), group["lr"]
+        return made._replace(lr=lr) if isinstance(lr, torch.Tensor) else made
+
+    monkeypatch.setattr(stepper, "_scalars", scalars)
     monkeypatch.setattr(adam, "compile_step", kernels.compile_step)
     monkeypatch.setattr(adam, "adam_step_", kernels.adam_step_)
     return kernels
@@ -89,6 +93,11 @@ def a_new_parameter(optimizer: FusedOffloadAdam) -> None:
     with_grads(optimizer)
 
 
+def learning_rates_in_one_tensor(optimizer: FusedOffloadAdam) -> None:
+    for group, lr in zip(optimizer.param_groups, torch.full((3,), 1e-3), strict=False):
+        group["lr"] = lr
+
+
 def a_gradient_scaler(optimizer: FusedOffloadAdam) -> None:
     optimizer.grad_scale, optimizer.found_inf = torch.ones(1), torch.zeros(1)  # type: ignore[attr-defined]
 
@@ -98,6 +107,7 @@ CHANGES: list[Callable[[FusedOffloadAdam], None]] = [
     gradients_that_are_not_aligned,
     a_parameter_without_gradient,
     a_new_parameter,
+    learning_rates_in_one_tensor,
     a_gradient_scaler,
 ]
 

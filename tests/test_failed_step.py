@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload import FusedOffloadAdam, OffloadConfig, cuda_driver, upload
 from fused_offload.kernels import adam
 
 pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
@@ -55,3 +55,73 @@ def test_loading_waits_for_the_copies_of_a_failed_step(monkeypatch: pytest.Monke
     assert waits == []  # once is enough
     launched.clear()
     optimizer.close()
+
+
+@pytest.mark.parametrize("fails", ["empty", "PinnedSlab"])
+def test_a_table_that_found_no_memory_is_found_some_later(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was there before is used as long as it was, and not beyond its end."""
+    optimizer = FusedOffloadAdam([torch.nn.Parameter(torch.zeros(1024))], offload=OffloadConfig(chunk_bytes=1024))
+    upload_copies(optimizer, monkeypatch)
+    first = optimizer.param_groups[0]["params"]
+    first[0].grad = torch.ones(1024)
+    optimizer.step()
+    more = [torch.nn.Parameter(torch.zeros(50)) for _ in range(300)]
+    optimizer.add_param_group({"params": more})
+    for param in more:
+        param.grad = torch.ones(50)
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    class Torch:
+        """As `upload` sees it."""
+
+        empty = staticmethod(no_memory)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(upload, *{"empty": ("torch", Torch()), "PinnedSlab": ("PinnedSlab", no_memory)}[fails])
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    assert not more[0].any()
+    optimizer.step()
+    assert (more[0] != 0).all()
+    assert optimizer.param_groups[0]["step"] == 2
+
+
+def upload_copies(optimizer: FusedOffloadAdam, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets every copy to the address table check that it fits."""
+    copy_ = cuda_driver.copy_to_device_async
+
+    def checked(target: int, source: int, nbytes: int, stream: int) -> None:
+        for pipeline in optimizer._stepper.engine.pipelines.values():
+            memory = pipeline._upload._memory
+            if target == memory.data_ptr():
+                assert nbytes <= memory.numel()
+        copy_(target, source, nbytes, stream)
+
+    monkeypatch.setattr(cuda_driver, "copy_to_device_async", checked)
+
+
+def test_a_step_whose_kernel_did_not_compile_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture can load no kernel: the first step of a kind has to be launched."""
+    optimizer = FusedOffloadAdam(
+        [torch.nn.Parameter(torch.zeros(1024))], offload=OffloadConfig(chunk_bytes=1024, graph=True)
+    )
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(1024)
+    monkeypatch.setattr(cpu_pipeline.FakeGraph, "captures", 0)
+    optimizer.step()  # makes the state
+    with monkeypatch.context() as patched:
+        patched.setattr(adam, "compile_step", fail_to_compile)
+        with pytest.raises(LaunchError):
+            optimizer.step()
+    optimizer.step()
+    assert cpu_pipeline.FakeGraph.captures == 0
+    optimizer.step()
+    assert cpu_pipeline.FakeGraph.captures == 1
+
+
+def fail_to_compile(*_: Any) -> None:
+    raise LaunchError

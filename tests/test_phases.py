@@ -52,6 +52,14 @@ def test_record_function_is_for_profiles(is_profiling: bool, monkeypatch: pytest
     assert used == ["FusedOffloadAdam::check"] * is_profiling
 
 
+def test_a_compiled_function_takes_phases() -> None:
+    def named(value: torch.Tensor) -> torch.Tensor:
+        with phase("check"):
+            return value + 1
+
+    assert torch.compile(named, backend="eager", fullgraph=True)(torch.ones(1)).item() == 2
+
+
 def test_without_the_light_one_record_function_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fused_offload.phases._light", profiler.record_function)
     stepped()

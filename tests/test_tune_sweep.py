@@ -80,6 +80,14 @@ def test_what_stays() -> None:
     # A step of 1 ms may be longer by what a host's speed makes of it.
     assert len(still_close(timed(c48x3=1.0, c8x2=1.6, z64=1.0, z32=1.6), 1, 10**9)) == 4
     assert len(still_close(timed(c48x3=1.0, c8x2=1.6, z64=1.0, z32=1.6), 8, 10**9)) == 2
+    # The default number of programs stays, too: another has to be clearly faster in the end.
+    assert Streaming(programs=64) in still_close(timed(c48x3=1.0, z64=2.0, z32=1.0), 24, 10**9)
+
+
+def test_one_disturbed_step_does_not_end_it_for_a_way() -> None:
+    best = Timed(Streaming(16 * MIB, 3), (60.0, 190.0))
+    others = [Timed(DEFAULTS, (66.0, 66.0)), Timed(Streaming(programs=64), (70.0, 70.0))]
+    assert best.streaming in still_close([best, *others], 1, 10**9)
 
 
 class FakeSteps:
@@ -211,7 +219,8 @@ def test_short_steps_are_timed_more_often() -> None:
 def test_sizes_fit_the_link_and_the_memory() -> None:
     measure = pytest.importorskip("fused_offload.tuning.measure")
     assert measure.sizes(50.0, 10**12, 80 * 10**9) == [312_500, 1_250_000, 5_000_000, 20_000_000, 166_666_666]
-    assert measure.sizes(12.0, 10**12, 80 * 10**9) == [312_500, 1_250_000, 5_000_000, 20_000_000, 80_000_000]
+    assert measure.sizes(12.0, 10**12, 80 * 10**9) == [156_250, 625_000, 2_500_000, 10_000_000, 40_000_000]
+    assert measure.sizes(0.5, 10**12, 80 * 10**9)[-1] == 8_000_000
     assert measure.sizes(50.0, 4 * 10**9, 80 * 10**9)[-1] * 12 <= 10**9
     assert measure.sizes(50.0, 10**12, 2 * 10**9)[-1] * 4 <= 0.5e9
     with pytest.raises(RuntimeError, match="Too little memory"):

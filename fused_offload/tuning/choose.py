@@ -49,12 +49,14 @@ class Timed(NamedTuple):
 
     @property
     def ms(self) -> float:
-        """Mean of the middle half.
+        """Mean of the middle half; of fewer than four the shortest.
 
         As steady as a median where there are outliers. But a host's speed may change between two levels every few
         seconds; then the medians of two ways may lie at different levels, though both ways saw as much of each.
         """
         ordered = sorted(self.samples_ms)
+        if len(ordered) < 4:
+            return ordered[0]
         outside = len(ordered) // 4
         return fmean(ordered[outside : len(ordered) - outside])
 
@@ -116,11 +118,12 @@ def still_close(timed: Sequence[Timed], rounds: int, state_bytes: int) -> list[S
         rounds: that all of it was timed in.
         state_bytes: of the extent that is stepped.
     """
+    defaults = default_streaming(state_bytes), Streaming(programs=DEFAULT_PROGRAMS)
     close = []
     for group in (_copies(timed), _zero_copies(timed)):
         best = min(one.ms for one in group)
         most = best * (1 + _STILL_CLOSE + _CLOSE_AFTER_ONE / rounds) + _LEVELS_MS / rounds
-        close += [one.streaming for one in group if one.ms <= most or one.streaming == default_streaming(state_bytes)]
+        close += [one.streaming for one in group if one.ms <= most or one.streaming in defaults]
     return close
 
 

@@ -79,7 +79,7 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
     Args:
         key: of the machine.
         device: the GPU.
-        seconds: for measuring; starting, page-locking and compiling come on top.
+        seconds: for measuring; starting, page-locking and compiling come on top. Every way is timed once in any case.
         report: told about the progress.
 
     Raises:
@@ -123,9 +123,10 @@ def sizes(duplex_gbps: float, host_bytes: int, gpu_bytes: int) -> list[int]:
     """
     wanted = min(_MOST_BYTES, int(duplex_gbps * 1e9 * _STEP_SECONDS)) // _WIDE_BYTES
     possible = int(min(host_bytes / _WIDE_BYTES, gpu_bytes / 4) * _SHARE_OF_MEMORY)
-    large = min(max(wanted, 4 * _SMALL_NUMEL), possible)
+    least = 4 * _SMALL_NUMEL // 10
+    large = min(max(wanted, least), possible)
     small = min(_SMALL_NUMEL, large // 4)
-    if small < _SMALL_NUMEL // 10:
+    if large < least:
         raise RuntimeError(
             f"Too little memory to measure: {host_bytes / 1e9:.1f} GB may be taken on the host and "
             f"{gpu_bytes / 1e9:.1f} GB on the GPU. Stop what else uses them."
@@ -151,7 +152,7 @@ def sweep(steps: Any, seconds: float, report: Report) -> tuple[Swept, float]:
 
     Args:
         steps: a `Rig`.
-        seconds: when they are over no round begins but the first; nor does one that would not end by then.
+        seconds: when they are over no round begins but the first, nor does one that would not end by then.
         report: told about the progress.
 
     Returns:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -14,7 +15,7 @@ from fused_offload import profiles
 from fused_offload.config import MIB, OffloadConfig
 from fused_offload.in_backward import PART_BYTES
 from fused_offload.profiles import Choice, Found, Profile
-from fused_offload.streaming import default_streaming
+from fused_offload.streaming import streaming_of
 
 from .budget import Memory, StepTime, Training, largest_model, memory_of, profile_step_time, step_time
 from .sizes import MEGATRON_SIZES, Decoder, count_config, head_dim_of
@@ -58,18 +59,14 @@ def _count(options: argparse.Namespace) -> int:
     ).param_numel()
 
 
-def _training(options: argparse.Namespace, state_bytes: int = 0, choice: Choice | None = None) -> Training:
-    """What the options say; what they leave open is as a profile chose, or the default for so much state of a rank."""
+def _training(options: argparse.Namespace, choice: Choice | None = None) -> Training:
+    """What the options say; what they leave open is as a profile chose, or ``"auto"``."""
     chunk_bytes, depth = options.chunk_bytes, options.depth
     if choice is not None and choice.transport == "zero_copy" and chunk_bytes is None and depth is None:
         how: dict[str, Any] = {"transport": "zero_copy", "zero_copy_programs": choice.programs}
     else:
-        known = default_streaming(state_bytes) if choice is None else choice
-        how = {
-            "transport": "copy",
-            "chunk_bytes": chunk_bytes or known.chunk_bytes,
-            "depth": depth or known.depth,
-        }
+        known = ("auto", "auto") if choice is None else (choice.chunk_bytes, choice.depth)
+        how = {"transport": "copy", "chunk_bytes": chunk_bytes or known[0], "depth": depth or known[1]}
     return Training(
         param_dtype=options.param_dtype,
         grad_dtype=options.grad_dtype,
@@ -84,6 +81,15 @@ def _training(options: argparse.Namespace, state_bytes: int = 0, choice: Choice 
         other_gpu_bytes=int(options.other_gpu * 1e9),
         in_backward=options.step_in_backward,
     )
+
+
+def _settled(training: Training, memory: Memory) -> Training:
+    """With the chunks and the depth that ``"auto"`` is for so much state of a rank."""
+    offload = training.offload
+    if offload.transport == "copy":
+        streaming = streaming_of(offload, torch.device("cpu"), memory.host_state)  # of which there is no profile
+        offload = dataclasses.replace(offload, chunk_bytes=streaming.chunk_bytes, depth=streaming.depth)
+    return dataclasses.replace(training, offload=offload)
 
 
 class _Prediction(NamedTuple):
@@ -114,13 +120,14 @@ def _predict(options: argparse.Namespace, training: Training, memory: Memory, pr
 
 def plan(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
-    numel = _param_numel(options)
-    state_bytes = memory_of(numel, _training(options)).host_state
+    numel, training = _param_numel(options), _training(options)
+    memory = memory_of(numel, training)
     found = profiles.of_device(0) if options.link_gbps is None else None
     profile = None if found is None else found.profile
-    choice = None if profile is None else profile.choice_for(state_bytes)
-    training = _training(options, state_bytes, choice)
-    memory = memory_of(numel, training)
+    if profile is not None:
+        training = _training(options, profile.choice_for(memory.host_state))
+        memory = memory_of(numel, training)
+    settled = _settled(training, memory)
     prediction = _predict(options, training, memory, profile)
     time = prediction.time
     gpu_bytes = None if options.gpu_memory is None else int(options.gpu_memory * 1e9)
@@ -128,7 +135,7 @@ def plan(options: argparse.Namespace) -> int:
     limits = {"gpu_bytes": gpu_bytes, "node_bytes": node_bytes}
     report = {
         "param_numel": numel,
-        "training": dataclasses.asdict(training),
+        "training": dataclasses.asdict(settled),
         "gpu_bytes": {
             **{
                 name: getattr(memory, name) for name in ("params", "grads", "resident_state", "ring", "window", "other")
@@ -163,7 +170,7 @@ def plan(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps(report, indent=2))
     else:
-        _show_plan(report, training)
+        _show_plan(report, settled)
     return 0
 
 
