@@ -8,15 +8,15 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import os
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from . import quantities
 from .config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, LEAST_DEFAULT_CHUNK_BYTES, MIB, OffloadConfig
 from .tuning.sizes import MEGATRON_SIZES
-from .tuning.terms import DEFAULT_LINK_GBPS, DEFAULT_TUNING_SECONDS, DTYPES, MASTERS, MOMENT_DTYPES, MOST_PARAMS
+from .tuning.terms import DEFAULT_LINK_GBPS, DEFAULT_TUNING_SECONDS, DTYPES, MASTERS, MOMENT_DTYPES
 
 _PLAN_EXAMPLES = """\
 GB = 1e9 bytes, GiB = 2^30, MiB = 2^20. Counts may end in K, M, B or T, bytes in any of kB, MB, GB, TB, KiB, MiB, GiB,
@@ -35,13 +35,6 @@ GB = 1e9 bytes, MiB = 2^20 bytes. Exit codes: 0 done, 2 it cannot be measured. E
   fused-offload tune
   fused-offload tune --device 1 --json --plot tuning.png > tuning.json
 """
-_LEAST_LINK_GBPS = 1e-3
-_COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-_BYTES = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
-_BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
-_GB = {unit: factor / 1e9 for unit, factor in _BYTES.items()} | {"": 1}
-_MOST_GB = 1e6
-"""No machine has more; who asks for it gave bytes."""
 _SIZE_HELP = {
     "layers": "decoder layers",
     "hidden": "width of the model",
@@ -132,10 +125,10 @@ def _add_plan(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = plan.add_argument_group("model: one of --params, --config, or Megatron's sizes")
-    model.add_argument("--params", type=_count, metavar="N", help="of the whole model, such as 13e9 or 13B")
+    model.add_argument("--params", type=quantities.count, metavar="N", help="of the whole model, such as 13e9 or 13B")
     model.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json on this machine")
     for name in (*MEGATRON_SIZES, "kv-heads", "head-dim", "experts"):
-        model.add_argument(f"--{name}", type=_positive_int, metavar="N", help=_SIZE_HELP.get(name))
+        model.add_argument(f"--{name}", type=quantities.positive_int, metavar="N", help=_SIZE_HELP.get(name))
     model.add_argument("--tied", action="store_true", help="the output layer is the embedding")
     model.add_argument("--no-gated", action="store_true", help="MLPs of two matrices instead of SwiGLU's three")
     forms = plan.add_argument_group("dtypes")
@@ -147,15 +140,23 @@ def _add_plan(commands: Any) -> None:
     )
     ranks = plan.add_argument_group("ranks")
     ranks.add_argument(
-        "--data-parallel", type=_positive_int, default=1, metavar="N", help="ranks that share the state; default: 1"
+        "--data-parallel",
+        type=quantities.positive_int,
+        default=1,
+        metavar="N",
+        help="ranks that share the state; default: 1",
     )
     ranks.add_argument(
-        "--model-parallel", type=_positive_int, default=1, metavar="N", help="tensor x pipeline ranks; default: 1"
+        "--model-parallel",
+        type=quantities.positive_int,
+        default=1,
+        metavar="N",
+        help="tensor x pipeline ranks; default: 1",
     )
     ranks.add_argument("--shard-params", action="store_true", help="FSDP: parameters and gradients are shared as well")
     ranks.add_argument(
         "--ranks-per-node",
-        type=_positive_int,
+        type=quantities.positive_int,
         default=1,
         metavar="N",
         help="with state in one host's memory; default: 1",
@@ -164,14 +165,14 @@ def _add_plan(commands: Any) -> None:
     offload = plan.add_argument_group("offload, as in OffloadConfig")
     offload.add_argument(
         "--fraction",
-        type=_number,
+        type=quantities.number,
         default=defaults.fraction,
         metavar="SHARE",
         help="offloaded share of the state, 0 to 1; default: %(default)g",
     )
     offload.add_argument(
         "--window-bytes",
-        type=_window,
+        type=quantities.window_bytes,
         default=0,
         metavar="BYTES",
         help="state prefetched under backward, or auto: what activations gave back, of --other-gpu at most; default: 0",
@@ -181,23 +182,34 @@ def _add_plan(commands: Any) -> None:
     )
     offload.add_argument(
         "--chunk-bytes",
-        type=_chunk,
+        type=quantities.chunk_bytes,
         metavar="BYTES",
         help=f"such as 24MiB; default: what tune chose on this machine, or a sixteenth of the state, "
         f"from {LEAST_DEFAULT_CHUNK_BYTES // MIB}MiB to {DEFAULT_CHUNK_BYTES // MIB}MiB",
     )
     offload.add_argument(
-        "--depth", type=_positive_int, metavar="N", help=f"default: what tune chose on this machine, or {DEFAULT_DEPTH}"
+        "--depth",
+        type=quantities.positive_int,
+        metavar="N",
+        help=f"default: what tune chose on this machine, or {DEFAULT_DEPTH}",
     )
     machine = plan.add_argument_group("machine")
-    machine.add_argument("--gpu-memory", type=_positive_gb, metavar="GB", help="of one GPU, such as 80 or 79GiB")
-    machine.add_argument("--host-memory", type=_positive_gb, metavar="GB", help="of one node, what training may take")
     machine.add_argument(
-        "--other-gpu", type=_gb, default=0.0, metavar="GB", help="activations, CUDA context and others; default: 0"
+        "--gpu-memory", type=quantities.positive_gb, metavar="GB", help="of one GPU, such as 80 or 79GiB"
+    )
+    machine.add_argument(
+        "--host-memory", type=quantities.positive_gb, metavar="GB", help="of one node, what training may take"
+    )
+    machine.add_argument(
+        "--other-gpu",
+        type=quantities.gb,
+        default=0.0,
+        metavar="GB",
+        help="activations, CUDA context and others; default: 0",
     )
     machine.add_argument(
         "--link-gbps",
-        type=_link_gbps,
+        type=quantities.link_gbps,
         metavar="GB/s",
         help="each way, both directions busy; default: this machine's profile (fused-offload tune), or else "
         f"{DEFAULT_LINK_GBPS:g}, an H100 over PCIe 5 x16, an assumption",
@@ -214,10 +226,12 @@ def _add_tune(commands: Any) -> None:
         epilog=_TUNE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    tune.add_argument("--device", type=_index, default=0, metavar="N", help="CUDA device; default: %(default)s")
+    tune.add_argument(
+        "--device", type=quantities.index, default=0, metavar="N", help="CUDA device; default: %(default)s"
+    )
     tune.add_argument(
         "--seconds",
-        type=_positive,
+        type=quantities.positive,
         default=DEFAULT_TUNING_SECONDS,
         metavar="S",
         help="measure for about so long, starting and compiling apart; default: %(default)g",
@@ -225,104 +239,6 @@ def _add_tune(commands: Any) -> None:
     tune.add_argument("--no-save", action="store_true", help="keep no profile")
     tune.add_argument("--json", action="store_true", help="print JSON with every measured step instead of tables")
     tune.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the measurements; needs matplotlib")
-
-
-def _index(text: str) -> int:
-    value = _number(text)
-    if not value.is_integer():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(value)
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
-    if not 0 <= value < MOST_PARAMS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1e18")
-    return value
-
-
-def _with_unit(text: str, units: Mapping[str, float], example: str) -> float:
-    """A number times its unit.
-
-    Args:
-        text: digits, and perhaps a unit, in any case.
-        units: factors by unit in lower case; that of "" is of plain numbers.
-        example: what would be right.
-    """
-    match = re.fullmatch(r"(.*?)\s*([A-Za-z]*)", text.strip(), re.DOTALL)
-    digits, unit = match.groups() if match else ("", "")
-    try:
-        value = float(digits) * units[unit.lower()]
-        return _number(repr(float(round(value)) if abs(value - round(value)) < 1e-6 * value else value))
-    except (ValueError, KeyError, OverflowError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of at least 0 and below 1e18, such as {example}"
-        ) from None
-
-
-def _count(text: str) -> float:
-    value = _with_unit(text, _COUNTS, "13e9 or 13B")
-    if value < 1 or not value.is_integer():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1, such as 13e9 or 13B")
-    return value
-
-
-def _gb(text: str) -> float:
-    value = _with_unit(text, _GB, "80, 80GB or 80GiB")
-    if value > _MOST_GB:
-        raise argparse.ArgumentTypeError(f"{text!r} is {value:g} GB; plain numbers are GB: 80, 80GB, 80GiB")
-    return value
-
-
-def _positive_gb(text: str) -> float:
-    return _larger_than_0(_gb(text))
-
-
-def _chunk(text: str) -> int:
-    return int(_larger_than_0(_whole_bytes(text)))
-
-
-def _whole_bytes(text: str) -> float:
-    value = _with_unit(text, _BYTES, "50331648 or 48MiB")
-    if not value.is_integer():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of bytes")
-    return value
-
-
-def _positive(text: str) -> float:
-    return _larger_than_0(_number(text))
-
-
-def _link_gbps(text: str) -> float:
-    value = _positive(text)
-    if value < _LEAST_LINK_GBPS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no speed of a link in GB/s")
-    return value
-
-
-def _larger_than_0(value: float) -> float:
-    if not value:
-        raise argparse.ArgumentTypeError("it should be larger than 0")
-    return value
-
-
-def _window(text: str) -> int | str:
-    if text == "auto":
-        return "auto"
-    try:
-        return int(_whole_bytes(text))
-    except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
-
-
-def _positive_int(text: str) -> int:
-    value = _positive(text)
-    if not value.is_integer():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(value)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from fused_offload.config import OffloadConfig
 
 from .install import install
+from .options import window_bytes
 
 try:
     from megatron.bridge.training.config import OptimizerConfig
@@ -40,7 +41,8 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
         offload_chunk_bytes: see ``chunk_bytes`` of `OffloadConfig`.
         offload_depth: see ``depth`` of `OffloadConfig`.
         offload_transport: see ``transport`` of `OffloadConfig`.
-        offload_window_bytes: see ``window_bytes`` of `OffloadConfig`: bytes, or ``"auto"``.
+        offload_window_bytes: see ``window_bytes`` of `OffloadConfig`: bytes, or ``"auto"``. None goes by
+            FUSED_OFFLOAD_WINDOW_BYTES.
         offload_numerics: see ``numerics`` of `install`.
         offload_stochastic_rounding: see ``stochastic_rounding`` of `install`.
     """
@@ -51,7 +53,7 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
     offload_chunk_bytes: int | Literal["auto"] = OffloadConfig.chunk_bytes
     offload_depth: int | Literal["auto"] = OffloadConfig.depth
     offload_transport: Literal["auto", "copy", "zero_copy"] = OffloadConfig.transport
-    offload_window_bytes: int | Literal["auto"] = OffloadConfig.window_bytes
+    offload_window_bytes: int | Literal["auto"] | None = None
     offload_numerics: str | None = None
     offload_stochastic_rounding: bool | None = None
 
@@ -122,6 +124,6 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
             chunk_bytes=self.offload_chunk_bytes,
             depth=self.offload_depth,
             transport=self.offload_transport,
-            window_bytes=self.offload_window_bytes,
+            window_bytes=window_bytes() if self.offload_window_bytes is None else self.offload_window_bytes,
         )
         install(offload, self.offload_numerics, stochastic_rounding=self.offload_stochastic_rounding)

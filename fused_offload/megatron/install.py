@@ -29,6 +29,7 @@ from .options import (
     uses_fsdp,
     warn_if_copies_drift,
     warn_if_nothing_moves,
+    window_bytes,
 )
 from .overlap import Overlap
 from .places import FusedAdamPlaceAdam, Settings, building, hybrid_place, methods_that_name
@@ -84,8 +85,9 @@ def install(
     changes. May be called before Megatron is imported, and again: the last call's arguments count.
 
     Args:
-        offload: chunks, depth and pinning. The fraction counts in the place of FusedAdam; in that of
-            HybridDeviceOptimizer it is ``optimizer_offload_fraction``.
+        offload: chunks, depth, window and pinning. The fraction counts in the place of FusedAdam; in that of
+            HybridDeviceOptimizer it is ``optimizer_offload_fraction``. By default an `OffloadConfig` with the window
+            that FUSED_OFFLOAD_WINDOW_BYTES says, and none where it is not set.
         numerics: ``"ieee"`` or ``"te"``; by default that of the place: ``"te"`` for FusedAdam, else ``"ieee"``.
         stochastic_rounding: as for `FusedOffloadAdam`, for moments in bfloat16. By default what
             FUSED_OFFLOAD_STOCHASTIC_ROUNDING says, and False where it is not set.
@@ -104,9 +106,9 @@ def install(
         raise ValueError(f"Invalid numerics: {numerics!r}, it should be 'ieee', 'te' or None")
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise ModuleNotFoundError("fused_offload.megatron needs Megatron-Core: pip install megatron-core")
-    settings = Settings(
-        offload or OffloadConfig(), numerics, checked_interval(log_interval), rounds_stochastically(stochastic_rounding)
-    )
+    if offload is None:
+        offload = OffloadConfig(window_bytes=window_bytes())
+    settings = Settings(offload, numerics, checked_interval(log_interval), rounds_stochastically(stochastic_rounding))
     if _installation is not None:
         _installation.settings = settings
         return
@@ -320,6 +322,15 @@ def _announce(inners: list[MegatronAdam], layout: Layout) -> None:
         lines.append(
             "fused-offload: Megatron keeps the fp32 master weights on the GPU in this mode. "
             "--use-precision-aware-optimizer moves them to the host, too."
+        )
+    if inner.offload.window_bytes and inner.is_attached:
+        size = inner.offload.window_bytes
+        most = "what activations gave back" if size == "auto" else f"{size / 1e9:.3g} GB"
+        lines.append(f"fused-offload: up to {most} of it moves under the backward and the next forward pass.")
+    elif inner.offload.window_bytes:
+        lines.append(
+            "fused-offload: no state moves under backward: window_bytes needs Megatron's distributed optimizer "
+            "(--use-distributed-optimizer)."
         )
     print("\n".join(lines), flush=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import warnings
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fused_offload import quantities
 from fused_offload.arguments import check_modes, check_rounding
 from fused_offload.config import OffloadConfig
 from fused_offload.dtensors import local_of
@@ -18,7 +20,8 @@ from fused_offload.tensors import has_own_memory
 _OTHER_OFFLOADERS = ("chunked_optimizer_state_offload", "offload_optimizer_states")
 _REQUESTED = "_fused_offload_store_param_remainders"
 ROUNDING_VARIABLE = "FUSED_OFFLOAD_STOCHASTIC_ROUNDING"
-"""Environment variable that stands in for an argument of `install`, where its call cannot be changed."""
+WINDOW_VARIABLE = "FUSED_OFFLOAD_WINDOW_BYTES"
+"""Environment variables that stand in for arguments of `install`, where its call cannot be changed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,6 +89,18 @@ def rounds_stochastically(given: bool | None) -> bool:
     if value not in ("", "0", "1"):
         raise ValueError(f"Invalid {ROUNDING_VARIABLE}: {value!r}, it should be '1' to round stochastically, or '0'")
     return value == "1"
+
+
+def window_bytes() -> Any:
+    """``OffloadConfig.window_bytes`` by the environment, for who gives none: 0 where the variable is not set.
+
+    Raises:
+        ValueError: for a value of the variable that is none.
+    """
+    try:
+        return quantities.window_bytes(os.environ.get(WINDOW_VARIABLE) or "0")
+    except argparse.ArgumentTypeError as error:
+        raise ValueError(f"Invalid {WINDOW_VARIABLE}: {error}") from None
 
 
 def options_of(config: Any, offload: OffloadConfig, numerics: str, *, stochastic_rounding: bool = False) -> AdamOptions:

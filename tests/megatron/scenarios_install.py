@@ -18,6 +18,7 @@ from scenarios_training import FORMS, LAYOUTS
 
 import fused_offload.megatron as fom
 from fused_offload import OffloadConfig
+from fused_offload.megatron.options import WINDOW_VARIABLE
 from fused_offload.megatron.step_log import VARIABLE
 
 _ONE, _TWO, _EARLY = (Phase.ONE_RANK,), (Phase.TWO_RANKS,), (Phase.BEFORE_IMPORT,)
@@ -329,3 +330,50 @@ def _logged(context: Context) -> dict[str, str]:
 
 
 scenario("steps are logged", _logged, _TWO)
+
+# -- the window --------------------------------------------------------------------------------------------------
+
+WINDOWS: tuple[tuple[OffloadConfig | None, str, bool], ...] = (
+    (None, "", True),
+    (None, "auto", True),
+    (None, "60KB", True),
+    (OffloadConfig(), "auto", True),
+    (OffloadConfig(window_bytes=60000), "", True),
+    (None, "auto", False),
+)
+"""Argument of `install`, value of the variable, and whether the optimizer is Megatron's distributed one."""
+
+
+def _windows(context: Context) -> list[tuple[Any, bool, str]]:
+    """What each asks for, whether the model is watched for it, and what is said."""
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    results = []
+    for offload, variable, distributed in WINDOWS:
+        fields = () if distributed else (("use_precision_aware_optimizer", False), ("use_distributed_optimizer", False))
+        spec = JobSpec(config=fields)
+        output = io.StringIO()
+        os.environ[WINDOW_VARIABLE] = variable
+        try:
+            with contextlib.redirect_stdout(output), fom.installed(offload):
+                optimizer = get_megatron_optimizer(optimizer_config(spec), [build_model(spec)])
+        finally:
+            del os.environ[WINDOW_VARIABLE]
+        inner = optimizer.chained_optimizers[0].optimizer
+        results.append((inner.offload.window_bytes, inner.is_attached, output.getvalue()))
+    return results
+
+
+def _refused_windows(context: Context) -> dict[str, Any]:
+    messages = {}
+    for value in ("-1", "8 GBit", "all", "1.5"):
+        os.environ[WINDOW_VARIABLE] = value
+        try:
+            messages[value] = _message(fom.install)
+        finally:
+            del os.environ[WINDOW_VARIABLE]
+    return {"messages": messages, "installed": fom.is_installed()}
+
+
+scenario("windows", _windows, _TWO)
+scenario("refused windows", _refused_windows, _ONE)

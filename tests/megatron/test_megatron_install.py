@@ -135,6 +135,31 @@ def test_steps_are_logged_on_the_first_rank_where_asked_for(results: Results) ->
         assert "at step" not in second[name]
 
 
+def test_the_variable_stands_in_for_the_window_where_no_offload_is_given(results: Results) -> None:
+    first, second = results.ranks("windows", Phase.TWO_RANKS)
+    for run in (first, second):
+        assert [window for window, _, _ in run] == [0, "auto", 60000, 0, 60000, "auto"]
+        assert [attached for _, attached, _ in run] == [False, True, True, False, True, False]
+    lines = [re.findall("fused-offload: .*(?:moves under|no state moves).*", said) for _, _, said in first]
+    assert [len(found) for found in lines] == [0, 1, 1, 0, 1, 1]
+    assert "up to what activations gave back" in lines[1][0]
+    assert (
+        lines[2]
+        == lines[4]
+        == ["fused-offload: up to 6e-05 GB of it moves under the backward and the next forward pass."]
+    )
+    assert "--use-distributed-optimizer" in lines[5][0]
+
+
+def test_a_variable_that_is_no_window_installs_nothing(results: Results) -> None:
+    (run,) = results.ranks("refused windows", Phase.ONE_RANK)
+    for value, message in run["messages"].items():
+        assert "FUSED_OFFLOAD_WINDOW_BYTES" in message
+        assert repr(value) in message
+        assert "auto" in message
+    assert run["installed"] is False
+
+
 def test_a_fraction_of_zero_is_warned_about_once(results: Results) -> None:
     for run in results.ranks("what is said", Phase.TWO_RANKS):
         assert [len(run[what]["warnings"]) for what in ("all", "nothing", "experts")] == [0, 1, 0]
