@@ -22,7 +22,8 @@ from .machine_key import MachineKey, read_key
 FOLDER_VARIABLE = "FUSED_OFFLOAD_PROFILES"
 """Environment variable that names the folder of profiles; an empty folder means none."""
 
-_FORMAT = 1
+_FORMAT = 2
+"""Counts up with what is in a profile, and with how `fused-offload tune` finds it."""
 _logger = logging.getLogger("fused_offload")
 
 
@@ -187,7 +188,7 @@ def load(path: Path) -> Profile:
     try:
         record = json.loads(path.read_text())
         if record["format"] != _FORMAT:
-            raise ValueError(f"format {record['format']!r} is not {_FORMAT}")
+            raise ValueError(f"its format is {record['format']!r}, not {_FORMAT}")
         profile = Profile(
             MachineKey(**record["key"]),
             str(record["measured"]),

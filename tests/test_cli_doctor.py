@@ -171,9 +171,6 @@ class FakeNvml:
             raise self.NVMLError("Not Found")
         return "handle"
 
-    def nvmlDeviceGetPciInfo(self, handle: str) -> SimpleNamespace:
-        return SimpleNamespace(busId=b"00000000:3B:00.0")
-
     def nvmlSystemGetDriverVersion(self) -> bytes:
         return b"580.1"
 
@@ -192,24 +189,20 @@ class FakeNvml:
         return 16
 
 
-def test_nvml_is_read(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numa, "try_to_prefer", lambda node: f"refused {node}")
+def test_nvml_is_read() -> None:
     nvml = FakeNvml()
-    facts = machine.read_nvml(lambda: nvml, "abc", sysfs)
+    facts = machine.read_nvml(lambda: nvml, "abc")
     link = Link(generation=3, generation_max=5, width=8, width_max=16)
-    assert facts == {"driver": "580.1", "link": link, "numa_node": 1, "numa_error": "refused 1"}
+    assert facts == {"driver": "580.1", "link": link}
     assert not nvml.is_open
-    hidden = machine.read_nvml(lambda: FakeNvml(hides_width=True), "abc", sysfs)
+    hidden = machine.read_nvml(lambda: FakeNvml(hides_width=True), "abc")
     assert hidden["link"].width is None
 
 
-def test_nvml_may_be_missing_or_refuse(sysfs: Path) -> None:
-    def missing() -> Any:
-        raise ModuleNotFoundError("No module named 'pynvml'")
-
-    assert machine.read_nvml(missing, "abc", sysfs) == {"nvml_error": "No module named 'pynvml'"}
+def test_nvml_may_be_missing_or_refuse() -> None:
+    assert machine.read_nvml(no_nvml, "abc") == {"nvml_error": "No module named 'pynvml'"}
     nvml = FakeNvml()
-    assert machine.read_nvml(lambda: nvml, "other", sysfs) == {"nvml_error": "Not Found"}
+    assert machine.read_nvml(lambda: nvml, "other") == {"nvml_error": "Not Found"}
     assert not nvml.is_open
 
 
@@ -225,8 +218,14 @@ def test_this_machine_is_read(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert examine(read)
 
 
-def test_every_gpu_is_read(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(numa, "try_to_prefer", lambda node: None)
+def no_nvml() -> Any:
+    raise ModuleNotFoundError("No module named 'pynvml'")
+
+
+@pytest.mark.parametrize("nvml", [FakeNvml, no_nvml])
+def test_every_gpu_is_read(nvml: Any, sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.cuda_driver, "pci_bus_id", lambda index: "0000:3B:00.0")
+    monkeypatch.setattr(numa, "try_to_prefer", lambda node: f"refused {node}")
     monkeypatch.setattr(profiles, "of_device", lambda index: Found(None, "none yet"))
     properties = SimpleNamespace(name="H100", total_memory=85 * 10**9, uuid="abc")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -234,14 +233,16 @@ def test_every_gpu_is_read(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     asked = []
     monkeypatch.setattr(machine, "_measure", lambda device, seconds: asked.append(seconds) or (None, 50.0, 51.0))
-    gpus = read_machine(sysfs, FakeNvml).gpus
-    link = Link(generation=3, generation_max=5, width=8, width_max=16)
+    gpus = read_machine(sysfs, nvml).gpus
+    facts: dict[str, Any] = {"nvml_error": "No module named 'pynvml'"}
+    if nvml is FakeNvml:
+        facts = {"driver": "580.1", "link": Link(generation=3, generation_max=5, width=8, width_max=16)}
     expected = Gpu(
         name="H100",
         memory_bytes=85 * 10**9,
-        driver="580.1",
-        link=link,
+        **facts,
         numa_node=1,
+        numa_error="refused 1",
         h2d_gbps=50.0,
         d2h_gbps=51.0,
         profile="none yet",

@@ -47,13 +47,16 @@ def set_scale(params: list[torch.nn.Parameter], optimizer: Any, scale: float, *,
 
 
 def train(forms: str, config: OffloadConfig, *, scaled: bool, lr_on_gpu: bool = False) -> tuple[Outcome, int]:
-    """Learning rates that change, gradients that move, and with a scale two steps that the device skips."""
+    """Learning rates that change, gradients and parameters that move, and with a scale two steps that the device skips."""
     params, optimizer = build(forms, config)
     lr = [torch.zeros((), device="cuda") for _ in optimizer.param_groups] if lr_on_gpu else None
     replayed = 0
     for step in range(14):
         set_grads(params, step)
         set_lr(optimizer, step, lr)
+        if step == 7:
+            for param in params:
+                param.data = param.data.clone()
         if scaled:
             set_scale(params, optimizer, 2.0 ** (3 + step // 4), overflow=step in (5, 9))
         optimizer.step()

@@ -55,8 +55,13 @@ def train(config: OffloadConfig, **options: Any) -> Snapshot:
         step(optimizer, number)
     step(optimizer, 3, without=1)  # another plan
     optimizer.param_groups[1]["weight_decay"] = 0.3  # nothing that a replay could read
-    for number in (4, 5, 6):
+    for number in (4, 5):
         step(optimizer, number)
+    param = optimizer.param_groups[0]["params"][0]
+    before, param.data = param.data, param.data.clone()  # to another address
+    for number in (6, 7):
+        step(optimizer, number)
+    assert not torch.equal(before, param)
     return snapshot(optimizer)
 
 
@@ -73,8 +78,8 @@ def test_replays_are_steps(config: OffloadConfig, options: dict[str, Any], count
     expected = train(OffloadConfig(fraction=0.0), **options)
     assert counts.replays == 0
     assert_same_snapshot(train(config, **options), expected)
-    # Number 0 makes the state; 1, 3 and 4 are the first of their kinds, so 2, 5 and 6 are replayed.
-    assert (counts.captures, counts.replays) == (2, 3)
+    # Number 0 makes the state; 1, 3, 4 and 6 are the first of their kinds, so 2, 5 and 7 are replayed.
+    assert (counts.captures, counts.replays) == (3, 3)
 
 
 def test_a_ring_that_moved_is_captured_again(counts: type[FakeGraph]) -> None:

@@ -74,7 +74,8 @@ def test_this_host() -> None:
     assert (slab.numa_node is None) == (refused is not None)
     slab.bytes.fill_(1)
     shares = numa.nodes_of(slab.bytes.data_ptr(), slab.bytes.numel())
-    assert not shares or sum(shares.values()) == pytest.approx(1)
+    if refused is None and shares:  # the kernel does as it is told, and says so
+        assert shares.get(node, 0) >= 0.99
     assert numa.try_to_prefer(1000) is not None  # no host has so many
 
 

@@ -50,7 +50,7 @@ def test_a_profile_comes_back(tmp_path: Path) -> None:
 def test_a_folder_of_profiles_may_be_shared_and_is_left_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = profiles.save(PROFILE, tmp_path)
     assert path.stat().st_mode & 0o777 == 0o644
-    monkeypatch.setattr(profiles, "_FORMAT", 2)
+    monkeypatch.setattr(profiles, "_FORMAT", 99)
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -88,7 +88,7 @@ def test_a_profile_of_another_machine_is_ignored(tmp_path: Path, field: str) -> 
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda record: record.update(format=99), "format 99"),
+        (lambda record: record.update(format=1), "format is 1, not 2"),
         (lambda record: record.update(duplex_gbps=0), "duplex_gbps"),
         (lambda record: record.update(duplex_gbps=10**400), "duplex_gbps"),
         (lambda record: record.update(duplex_gbps="47"), "duplex_gbps"),

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import torch
 
-from fused_offload import numa, profiles
+from fused_offload import cuda_driver, numa, profiles
 from fused_offload.hostmem import available_host_bytes
 from fused_offload.machine_key import version_of
 from fused_offload.pinned import PinnedSlab
@@ -190,7 +190,8 @@ def _read_gpus(sysfs: Path, nvml: Callable[[], Any]) -> tuple[Gpu, ...]:
         properties = torch.cuda.get_device_properties(index)
         pin_error, h2d, d2h = _measure(torch.device("cuda", index), _COPY_SECONDS / count)
         found = profiles.of_device(index)
-        facts = read_nvml(nvml, str(getattr(properties, "uuid", "")), sysfs)
+        facts = read_nvml(nvml, str(getattr(properties, "uuid", "")))
+        facts |= _read_numa(cuda_driver.pci_bus_id(index), sysfs)
         gpus.append(
             Gpu(
                 name=properties.name,
@@ -238,13 +239,12 @@ def _gbps(target: torch.Tensor, source: torch.Tensor, seconds: float) -> float:
     return copies * source.numel() / elapsed / 1e9 if elapsed > 0 else 0.0
 
 
-def read_nvml(nvml: Callable[[], Any], uuid: str, sysfs: Path) -> dict[str, Any]:
+def read_nvml(nvml: Callable[[], Any], uuid: str) -> dict[str, Any]:
     """What only NVML knows of a GPU, as keyword arguments of `Gpu`.
 
     Args:
         nvml: gives the ``pynvml`` module; raises where there is none.
         uuid: of the GPU, as torch says it.
-        sysfs: where the kernel shows its devices.
     """
     try:
         library = nvml()
@@ -254,7 +254,6 @@ def read_nvml(nvml: Callable[[], Any], uuid: str, sysfs: Path) -> dict[str, Any]
     try:
         # By UUID: NVML counts devices that CUDA_VISIBLE_DEVICES hides.
         handle = library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
-        bus = _decoded(library.nvmlDeviceGetPciInfo(handle).busId)
         return {
             "driver": _decoded(library.nvmlSystemGetDriverVersion()),
             "link": Link(
@@ -263,7 +262,6 @@ def read_nvml(nvml: Callable[[], Any], uuid: str, sysfs: Path) -> dict[str, Any]
                 width=_ask(library, library.nvmlDeviceGetCurrPcieLinkWidth, handle),
                 width_max=_ask(library, library.nvmlDeviceGetMaxPcieLinkWidth, handle),
             ),
-            **_read_numa(bus, sysfs),
         }
     except library.NVMLError as error:
         return {"nvml_error": str(error)}
