@@ -84,10 +84,19 @@ class PinnedSlab:
             self._unregister()
 
 
+_registered: list[tuple[int, Any]] = []
+"""Memory that nobody has any more, but that is registered still, and its mapping."""
+
+
 def _unregister(address: int, pid: int, mapping: Any) -> None:
     """Finalizer; holds the mapping so that the memory outlives its registration."""
-    if os.getpid() == pid:  # a forked child has neither the memory nor a usable CUDA context
-        cuda_driver.unregister_host_memory(address)
+    if os.getpid() != pid:  # a forked child has neither the memory nor a usable CUDA context
+        return
+    _registered.append((address, mapping))
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return  # garbage is collected at any time, but waiting for the device would end the capture
+    while _registered:
+        cuda_driver.unregister_host_memory(_registered.pop()[0])
 
 
 def _touch(address: int, nbytes: int) -> None:

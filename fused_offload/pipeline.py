@@ -305,7 +305,7 @@ class Pipeline:
         try:
             for slot in slots:
                 slot.written_back = None
-            with torch.cuda.stream(torch.cuda.Stream(self.queues.device)):  # the default stream cannot be captured
+            with torch.cuda.stream(self.queues.capture):  # the default stream cannot be captured
                 graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     ops = CudaOps(self.queues)

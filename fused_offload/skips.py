@@ -39,11 +39,13 @@ class SkipCounter:
     def on_device(self) -> torch.Tensor:
         """``[1]`` int64 on the device: skips so far."""
         if self._slab is None:
-            self._slab = PinnedSlab(MAX_PENDING * 8, pin=True)
-            self._cells = self._slab.bytes.view(torch.int64)
+            slab = PinnedSlab(MAX_PENDING * 8, pin=True)
             with torch.inference_mode(False):  # steps outside that mode write them too
-                self._skips = torch.full((1,), self.known, dtype=torch.int64, device=self._device)
-                self._is_skip = torch.empty(1, dtype=torch.bool, device=self._device)
+                skips = torch.full((1,), self.known, dtype=torch.int64, device=self._device)
+                is_skip = torch.empty(1, dtype=torch.bool, device=self._device)
+            # All of it or, where memory ran out, nothing.
+            self._cells, self._skips, self._is_skip = slab.bytes.view(torch.int64), skips, is_skip
+            self._slab = slab
         return self._skips
 
     def count(self, found_inf: torch.Tensor, record: Callable[[], Any]) -> None:

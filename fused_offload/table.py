@@ -89,11 +89,11 @@ class AddressTable:
         """
         if updates.version == self.version:
             return self._aligned
-        self.version = updates.version
         self.rows[:, 1] = updates.param_addresses[self._segment] + self._param_offset
         self.rows[:, 2] = updates.grad_addresses[self._segment] + self._grad_offset
         misaligned = (self.rows[:, 1] | self.rows[:, 2]) % _VECTOR_BYTES
         self._aligned = [not bits for bits in np.bitwise_or.reduceat(misaligned, self._starts)]
+        self.version = updates.version  # last: an interrupted call has filled in nothing
         return self._aligned
 
     @property

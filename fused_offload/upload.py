@@ -57,6 +57,7 @@ class UploadBuffer:
         self._turn = (self._turn + 1) % _HALVES
         if self._sent[self._turn] is not None:
             self._sent[self._turn].synchronize()
+        self._holds = (0, -1)  # until all of it is enqueued
         host = self._slab.bytes[self._turn * self._capacity :][:nbytes]
         table.write_to(host)
         host[table.nbytes :].copy_(values.view(-1).view(torch.uint8))

@@ -540,8 +540,9 @@ def _ensure_writable_cache() -> None:
 def compile_step(
     table: torch.Tensor, state: AdamState, scalars: AdamScalars, kind: LaunchKind, amp: AmpSignals
 ) -> None:
-    """Compiles what `adam_step_` with such arguments would launch, without launching it.
+    """Compiles what `adam_step_` with such arguments would launch, and loads it on the device, without launching it.
 
+    A kernel that is loaded at its first launch can run out of memory in the middle of a step.
     Where Triton's cache folder cannot be written (a read-only home), a temporary one is used for this process.
 
     Args:
@@ -552,4 +553,7 @@ def compile_step(
         amp: only what is None matters.
     """
     _ensure_writable_cache()
-    _adam_kernel.warmup(**_arguments(table, 1, 1, state, scalars, kind, amp), grid=(1,))
+    kernel = _adam_kernel.warmup(**_arguments(table, 1, 1, state, scalars, kind, amp), grid=(1,))
+    load = getattr(kernel, "_init_handles", None)  # Triton has no other name for it; interpreted, nothing is loaded
+    if load is not None:
+        load()

@@ -100,7 +100,7 @@ def adam_scalars(
         weight_decay=round_fp32(weight_decay),
         bias_correction1=bias_correction(betas[0], step) if bias_corrected else 1.0,
         bias_correction2=bias_correction(betas[1], step) if bias_corrected else 1.0,
-        adam_w_mode=adam_w_mode,
+        adam_w_mode=bool(adam_w_mode),  # TransformerEngine keeps 1 and 0, for which Triton would compile anew
         step=step,
         rounding_seed=rounding_seed,
     )

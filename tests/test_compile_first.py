@@ -17,6 +17,7 @@ from fused_offload.kernels import adam
 from fused_offload.pipeline import Pipeline
 
 pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
+COMPILE_STEP = adam.compile_step  # which the pipeline on the CPU has no use for
 
 
 def variant(*launch: Any) -> Any:
@@ -145,3 +146,23 @@ def test_a_steady_step_asks_once_a_chunk(kernels: Kernels, monkeypatch: pytest.M
         group["lr"] *= 0.5  # nothing that is compiled in
     optimizer.step()
     assert len(asked) - before == kernels.launches - launches > 5
+
+
+def test_what_is_compiled_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is loaded when it is launched first may find no memory, with others launched before it."""
+    done: list[str] = []
+
+    class Compiled:
+        def _init_handles(self) -> None:
+            done.append("loaded")
+
+    class Kernel:
+        def warmup(self, **_: Any) -> Compiled:
+            done.append("compiled")
+            return Compiled()
+
+    monkeypatch.setattr(adam, "_adam_kernel", Kernel())
+    monkeypatch.setattr(adam, "_arguments", lambda *_: {})
+    nothing: Any = None
+    COMPILE_STEP(nothing, nothing, nothing, nothing, nothing)
+    assert done == ["compiled", "loaded"]

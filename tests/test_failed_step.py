@@ -125,3 +125,28 @@ def test_a_step_whose_kernel_did_not_compile_is_not_captured(monkeypatch: pytest
 
 def fail_to_compile(*_: Any) -> None:
     raise LaunchError
+
+
+@pytest.mark.parametrize("fails", ["full", "empty"])
+def test_a_count_of_skips_that_found_no_memory_is_made_later(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    param = torch.nn.Parameter(torch.zeros(1024))
+    optimizer = FusedOffloadAdam([param], offload=OffloadConfig(chunk_bytes=1024))
+    param.grad = torch.ones(1024)
+    optimizer.grad_scale, optimizer.found_inf = torch.ones(1), torch.zeros(1)  # type: ignore[attr-defined]
+    make = getattr(torch, fails)
+
+    def no_memory(*args: Any, **options: Any) -> Any:
+        if args in (((1,), 0), (1,)):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return make(*args, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, fails, no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    assert not param.any()
+    for step in (1, 2):
+        optimizer.found_inf = torch.full((1,), float(step == 2))  # type: ignore[attr-defined]
+        optimizer.step()
+    assert optimizer.state_dict()["param_groups"][0]["step"] == 1
+    assert param.all()

@@ -47,7 +47,7 @@ def set_scale(params: list[torch.nn.Parameter], optimizer: Any, scale: float, *,
 
 
 def train(forms: str, config: OffloadConfig, *, scaled: bool, lr_on_gpu: bool = False) -> tuple[Outcome, int]:
-    """Learning rates that change, gradients and parameters that move, and with a scale two steps that the device skips."""
+    """Learning rates that change, tensors that move, and with a scale two steps that the device skips."""
     params, optimizer = build(forms, config)
     lr = [torch.zeros((), device="cuda") for _ in optimizer.param_groups] if lr_on_gpu else None
     replayed = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -102,3 +103,22 @@ def test_a_ring_that_moved_is_captured_again(counts: type[FakeGraph]) -> None:
 def test_what_cannot_be_replayed_is_refused() -> None:
     with pytest.raises(RuntimeError, match="graph=True"):
         make(OffloadConfig(graph=True)).step_in_backward(torch.nn.Linear(1, 1))
+
+
+def test_captures_have_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+
+    def stream(stream: Any) -> Any:
+        used.append(stream)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    optimizer = make(GRAPHS[0])
+    for number in range(4):
+        step(optimizer, number)
+        optimizer.param_groups[0]["weight_decay"] *= 0.5 if number == 2 else 1
+    step(optimizer, 4)
+    [pipeline] = optimizer._stepper.engine.pipelines.values()
+    queues = pipeline.queues
+    assert used == [queues.capture] * 2
+    assert len({queues.capture, queues.h2d, queues.d2h}) == 3

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, hostmem, storage
+from fused_offload import FusedOffloadAdam, OffloadConfig, hostmem, pinned, storage
 from fused_offload.pinned import PinnedSlab
 
 MB = 10**6
@@ -483,3 +483,24 @@ def test_what_only_garbage_holds_is_collected_before_memory_is_refused(monkeypat
     finally:
         if was_enabled:
             gc.enable()
+
+
+def test_memory_that_is_dropped_in_a_capture_stays_locked_until_it_may_be_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Waiting for the device, as giving back does, would end the capture; garbage is collected at any time."""
+    given_back: list[int] = []
+    monkeypatch.setattr(pinned.cuda_driver, "register_host_memory", lambda address, nbytes: None)
+    monkeypatch.setattr(pinned.cuda_driver, "unregister_host_memory", given_back.append)
+    slabs = [pinned.PinnedSlab(4096, pin=True) for _ in range(3)]
+    addresses = [slab.bytes.data_ptr() for slab in slabs]
+    with monkeypatch.context() as capturing:
+        capturing.setattr(torch.cuda, "is_available", lambda: True)
+        capturing.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        del slabs[0]
+        slabs[0].close()
+    assert given_back == []
+    assert len(pinned._registered) == 2  # and held
+    slabs.pop().close()
+    assert sorted(given_back) == sorted(addresses)
+    assert pinned._registered == []

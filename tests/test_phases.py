@@ -63,3 +63,14 @@ def test_a_compiled_function_takes_phases() -> None:
 def test_without_the_light_one_record_function_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fused_offload.phases._light", profiler.record_function)
     stepped()
+
+
+def test_a_profiler_may_start_and_stop_inside_of_a_phase() -> None:
+    """One can be started from outside or in another thread; a marker that raised would fail a step that went well."""
+    profile = torch.profiler.profile()
+    with phase("check"):
+        profile.start()
+    with phase("stream"):
+        profile.stop()
+    with pytest.raises(KeyError, match="mine"), phase("check"):
+        raise KeyError("mine")
