@@ -40,10 +40,14 @@ class Comparison(NamedTuple):
         return self.ratio > self.stored * (1 + TOLERANCE)
 
 
-def ratios(results: Record) -> dict[str, float]:
+Step = tuple[str, int]
+"""Name of a row, and how many parameters are stepped: links and hosts treat small steps differently."""
+
+
+def ratios(results: Record) -> dict[Step, float]:
     """Ratio to the link of each row that has one and is a step, not a comparison."""
     return {
-        row["name"]: row["ratio_to_link"]
+        (row["name"], row["numel"]): row["ratio_to_link"]
         for row in results.get("rows", [])
         if row["ratio_to_link"] is not None and row["name"].endswith("whole-step")
     }
@@ -54,7 +58,7 @@ def _gpu(results: Record) -> str | None:
 
 
 def compare(results: Record, stored: Iterable[tuple[str, Record]]) -> list[Comparison]:
-    """Holds each step against the newest stored one of the same name and card.
+    """Holds each step against the newest stored one of the same name, size and card.
 
     Args:
         results: new results.
@@ -63,15 +67,31 @@ def compare(results: Record, stored: Iterable[tuple[str, Record]]) -> list[Compa
     same_card = [(name, other) for name, other in stored if ratios(other) and _gpu(other) == _gpu(results)]
     same_card.sort(key=lambda item: item[1]["machine"]["date"])
     best = {row: (ratio, name) for name, other in same_card for row, ratio in ratios(other).items()}
-    return [Comparison(row, ratio, *best[row]) for row, ratio in ratios(results).items() if row in best]
+    return [Comparison(row[0], ratio, *best[row]) for row, ratio in ratios(results).items() if row in best]
+
+
+def unfit(results: Record) -> str | None:
+    """Why a file cannot be compared, or None."""
+    if results.get("failed"):
+        return f"benchmarks failed, so it is not whole: {', '.join(results['failed'])}"
+    if results.get("scale", {}).get("smoke"):
+        return "it is of a smoke test, which says nothing about speed"
+    return None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line. Exit codes: 0 fine, 1 slower, 2 nothing to compare."""
+    """Command line. Exit codes: 0 fine, 1 slower, 2 nothing to compare, 3 no results that can be compared."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("results", type=Path, help="what pytest wrote to --results")
     path = parser.parse_args(arguments).results
-    results = json.loads(path.read_text())
+    try:
+        results = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        print(f"{path} cannot be read: {error}")
+        return 3
+    if (reason := unfit(results)) is not None:
+        print(f"{path}: {reason}")
+        return 3
     stored = [
         (file.name, json.loads(file.read_text()))
         for file in sorted(STORED.glob("*.json"))

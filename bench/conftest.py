@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -27,7 +28,9 @@ _ROWS = pytest.StashKey[Rows]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fused-offload benchmarks")
-    group.addoption("--bench-numel", type=int, help="parameters (default: 1_000_000_000 on a GPU, 1_000_000 without)")
+    group.addoption(
+        "--bench-numel", type=_at_least_1, help="parameters (default: 1_000_000_000 on a GPU, 1_000_000 without)"
+    )
     group.addoption("--results", metavar="FILE.json", help="write machine facts and all rows to this file")
     group.addoption("--profiles", metavar="DIR", help="where fused-offload tune kept its profile (default: as it does)")
     group.addoption("--smoke", action="store_true", help="tiny sizes, once: only checks that the benchmarks work")
@@ -83,9 +86,18 @@ class _ResultsFile:
         unfinished.replace(self._path)
 
 
+def _at_least_1(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 1")
+    return value
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_ROWS] = Rows()
     path = config.getoption("results")
+    if path and (config.invocation_params.dir / path).is_dir():
+        raise pytest.UsageError(f"--results {path} is a folder; it should be a file")
     if path and not config.option.collectonly:
         # Relative to where pytest was started, like any other file that is named on a command line.
         config.pluginmanager.register(_ResultsFile(config.invocation_params.dir / path, config))

@@ -177,7 +177,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("results", type=Path, help="what pytest wrote to --results")
-    print("\n".join(report(json.loads(parser.parse_args(arguments).results.read_text()))))
+    path = parser.parse_args(arguments).results
+    results = json.loads(path.read_text())
+    if "rows" not in results:
+        parser.error(f"{path} was not written by pytest --results; bench/page.py shows the other files")
+    print("\n".join(report(results)))
     return 0
 
 

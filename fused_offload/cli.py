@@ -9,7 +9,7 @@ import argparse
 import importlib.metadata
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -68,8 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
-    parser = _build_parser()
-    options = parser.parse_args(arguments)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started this; print would fail, or write into the other one
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
+    parser, commands = _build_parser()
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
     try:
         code = _run(options)
         sys.stdout.flush()
@@ -99,9 +104,17 @@ def _run(options: argparse.Namespace) -> int:
     return plan(options)
 
 
-def _build_parser() -> _Parser:
+def _version() -> str:
+    try:
+        return importlib.metadata.version("fused-offload")
+    except importlib.metadata.PackageNotFoundError:  # a copy of the folder, not an installation
+        return "unknown"
+
+
+def _build_parser() -> tuple[_Parser, Mapping[str, argparse.ArgumentParser]]:
+    """The parser, and that of each command, by its name."""
     parser = _Parser(prog="fused-offload", description="Adam with its state in host memory: plans, tunes, checks.")
-    parser.add_argument("--version", action="version", version=importlib.metadata.version("fused-offload"))
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="COMMAND")
     _add_plan(commands)
     _add_tune(commands)
@@ -113,7 +126,7 @@ def _build_parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    return parser
+    return parser, commands.choices
 
 
 def _add_plan(commands: Any) -> None:
@@ -133,7 +146,9 @@ def _add_plan(commands: Any) -> None:
     model.add_argument("--no-gated", action="store_true", help="MLPs of two matrices instead of SwiGLU's three")
     forms = plan.add_argument_group("dtypes")
     forms.add_argument("--param-dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
-    forms.add_argument("--grad-dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
+    forms.add_argument(
+        "--grad-dtype", choices=DTYPES, help="default: --param-dtype; Megatron's are fp32 unless it is told otherwise"
+    )
     forms.add_argument("--master", choices=MASTERS, help="default: fp32, and none for fp32 parameters")
     forms.add_argument(
         "--moments", choices=MOMENT_DTYPES, default="fp32", help="stored dtype of both moments; default: %(default)s"
@@ -165,7 +180,7 @@ def _add_plan(commands: Any) -> None:
     offload = plan.add_argument_group("offload, as in OffloadConfig")
     offload.add_argument(
         "--fraction",
-        type=quantities.number,
+        type=quantities.share,
         default=defaults.fraction,
         metavar="SHARE",
         help="offloaded share of the state, 0 to 1; default: %(default)g",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 from pathlib import Path
 
 import psutil
@@ -13,21 +14,22 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes a huge number where there is no limit
 
 
 def _read_int(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def _text(path: Path) -> str:
+    """What a file of the kernel says; nothing where it cannot be read."""
     try:
-        text = path.read_text().strip()
+        return path.read_text(errors="surrogateescape")  # names of cgroups are bytes
     except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+        return ""
 
 
 def _reclaimable(folder: Path, key: str) -> int:
     """Page cache that the kernel gives back before it enforces the limit."""
-    try:
-        lines = (folder / "memory.stat").read_text().splitlines()
-    except OSError:
-        return 0
-    fields = dict(line.split() for line in lines if len(line.split()) == 2)
-    return int(fields.get(key, 0))
+    found = re.search(rf"^{key} (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+    return int(found[1]) if found else 0
 
 
 def _room(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> int | None:
@@ -40,12 +42,8 @@ def _room(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> int
 def _cgroup_folders() -> list[Path]:
     """Folders of this process's cgroup and its parents; a container sees its own as the root."""
     folders = [_CGROUP_ROOT, _CGROUP_ROOT / "memory"]
-    try:
-        lines = _OWN_CGROUPS.read_text().splitlines()
-    except OSError:
-        return folders
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
+    for line in _text(_OWN_CGROUPS).splitlines():
+        _, controllers, name = (*line.split(":", 2), "none", "")[:3]
         base = _CGROUP_ROOT if controllers == "" else _CGROUP_ROOT / "memory"
         if controllers == "" or "memory" in controllers.split(","):
             own = base / name.lstrip("/")
@@ -64,6 +62,7 @@ def available_host_bytes() -> tuple[int, str]:
     for folder in _cgroup_folders():
         for names in (
             ("memory.max", "memory.current", "inactive_file"),
+            ("memory.high", "memory.current", "inactive_file"),  # beyond it allocations are slowed down to a halt
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
             room = _room(folder, *names)

@@ -52,7 +52,7 @@ def device_node(bus: str, sysfs: Path = SYSFS) -> int | None:
 def pci_folder(bus: str, sysfs: Path = SYSFS) -> Path:
     """Where the kernel describes a PCI device."""
     domain, _, rest = bus.lower().partition(":")
-    return sysfs / "bus" / "pci" / "devices" / f"{domain[-4:]}:{rest}"
+    return sysfs / "bus" / "pci" / "devices" / f"{int(domain, 16):04x}:{rest}"
 
 
 @functools.cache

@@ -24,6 +24,7 @@ FOLDER_VARIABLE = "FUSED_OFFLOAD_PROFILES"
 
 _FORMAT = 2
 """Counts up with what is in a profile, and with how `fused-offload tune` finds it."""
+_MOST_DEPTH, _MOST_BYTES, _LEAST_MS = 1024, 2**50, 1e-6  # beyond is no measurement
 _logger = logging.getLogger("fused_offload")
 
 
@@ -141,7 +142,7 @@ def folder() -> Path:
     """
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen:
-        return Path(chosen)
+        return Path(chosen).expanduser()
     import platformdirs  # only here, so that an installation without dependencies can train
 
     try:
@@ -216,13 +217,17 @@ def _check(profile: Profile) -> None:
         counts = (choice.state_bytes, choice.chunk_bytes, choice.depth, choice.programs)
         if any(type(count) is not int or not 1 <= count < 2**63 for count in counts):
             raise ValueError("a choice is not made of whole numbers of at least 1 and below 2^63")
+        if choice.depth > _MOST_DEPTH:
+            raise ValueError(f"a choice has a depth of {choice.depth}")
         if choice.transport not in ("copy", "zero_copy"):
             raise ValueError(f"transport {choice.transport!r} is unknown")
         if not _is_above_0(choice.ms) or not isinstance(choice.why, str):
             raise ValueError("a choice lacks its time or its reason")
     for timing in profile.timings:
-        if not all(map(_is_above_0, timing)):
+        if not all(map(_is_above_0, timing)) or type(timing.state_bytes) is not int:
             raise ValueError("a timing is not made of numbers above 0 and below 2^63")
+        if max(timing.param_numel, timing.state_bytes) >= _MOST_BYTES or timing.ms < _LEAST_MS:
+            raise ValueError("a timing is of more than there is, or of no time")
     *wide, narrow = profile.timings
     if any(begin.state_bytes >= end.state_bytes for begin, end in itertools.pairwise(wide)):
         raise ValueError("its timings are not by ascending size of the state")
@@ -253,6 +258,8 @@ def find(key: MachineKey, where: Path | None = None) -> Found:
         profile = load(path)
     except ValueError as error:
         return Found(None, f"ignored: {error}", is_outdated=True)
+    if profile.key.file_name != key.file_name:
+        return Found(None, f"ignored: {path} is of {'; '.join(_different(profile.key, key))}", is_outdated=True)
     if profile.key != key:
         made_with, now = profile.key.versions, key.versions
         changed = [
@@ -272,14 +279,18 @@ def _differences(key: MachineKey, others: Iterable[Path]) -> str:
             other = load(path).key
         except ValueError:
             continue
-        different = [
-            f"{name} {getattr(other, name)}, here {getattr(key, name)}"
-            for name in ("gpu", "link", "host")
-            if getattr(other, name) != getattr(key, name)
-        ]
+        different = _different(other, key) or [f"this one, but in {path.name}: call it {key.file_name}"]
         if best is None or len(different) < len(best):
             best = different
     return "what there is cannot be read" if best is None else f"there is one of {'; '.join(best)}"
+
+
+def _different(other: MachineKey, key: MachineKey) -> list[str]:
+    return [
+        f"{name} {getattr(other, name)}, here {getattr(key, name)}"
+        for name in ("gpu", "link", "host")
+        if getattr(other, name) != getattr(key, name)
+    ]
 
 
 @functools.cache

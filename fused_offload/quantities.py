@@ -15,9 +15,11 @@ from collections.abc import Mapping
 from .tuning.terms import MOST_PARAMS
 
 _LEAST_LINK_GBPS = 1e-3
+_LEAST_BYTES = 1024  # who asks for fewer meant another unit
 _COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _BYTES = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_BYTES |= {unit.removesuffix("b"): factor for unit, factor in _BYTES.items() if len(unit) > 1}
 _GB = {unit: factor / 1e9 for unit, factor in _BYTES.items()} | {"": 1}
 _MOST_GB = 1e6
 """No machine has more; who asks for it gave bytes."""
@@ -63,9 +65,27 @@ def _with_unit(text: str, units: Mapping[str, float], example: str) -> float:
 
 def count(text: str) -> float:
     """A whole number of at least 1, perhaps with K, M, B or T."""
-    value = _with_unit(text, _COUNTS, "13e9 or 13B")
+    error = argparse.ArgumentTypeError(
+        f"{text!r} is not a whole number of at least 1 and below 1e18, such as 13e9 or 13B"
+    )
+    try:
+        value = _with_unit(text, _COUNTS, "13B")
+    except argparse.ArgumentTypeError:
+        raise error from None
     if value < 1 or not value.is_integer():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1, such as 13e9 or 13B")
+        raise error
+    return value
+
+
+def share(text: str) -> float:
+    """From 0 to 1."""
+    error = argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1, such as 0.75")
+    try:
+        value = number(text)
+    except argparse.ArgumentTypeError:
+        raise error from None
+    if value > 1:
+        raise error
     return value
 
 
@@ -92,6 +112,8 @@ def whole_bytes(text: str) -> float:
     value = _with_unit(text, _BYTES, "50331648 or 48MiB")
     if not value.is_integer():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of bytes")
+    if 0 < value < _LEAST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is {value:g} bytes; give a unit, as in {value:g}MiB")
     return value
 
 

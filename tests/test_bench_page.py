@@ -63,6 +63,28 @@ def test_slower_steps_are_found(
     assert ("SLOWER" in out) == (code == 1)
 
 
+@pytest.mark.parametrize(
+    ("change", "code", "words"),
+    [
+        (lambda results: results.update(failed=["bench/test_step.py::test_whole_step[12B]"]), 3, "not whole"),
+        (lambda results: results["scale"].update(smoke=True), 3, "smoke test"),
+        (lambda results: [row.update(numel=4612) for row in results["rows"]], 2, "nothing to compare"),
+        (lambda results: results["rows"].clear(), 2, "nothing to compare"),
+    ],
+)
+def test_what_cannot_be_compared_is_not_called_fine(
+    change: Any, code: int, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check, now = load("check"), tmp_path / "now.json"
+    results = changed(1.0)
+    change(results)
+    now.write_text(json.dumps(results))
+    assert check.main([str(now)]) == code
+    assert words in capsys.readouterr().out
+    assert check.main([str(tmp_path / "missing.json")]) == 3
+    assert "cannot be read" in capsys.readouterr().out
+
+
 def test_the_newest_file_of_the_same_card_counts() -> None:
     check = load("check")
     older, newer, other = changed(1.0), changed(2.0), changed(3.0)

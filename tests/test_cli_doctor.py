@@ -17,7 +17,7 @@ from fused_offload.pinned import PinnedSlab
 from fused_offload.profiles import Found
 from fused_offload.tuning import doctor, doctor_command, machine
 from fused_offload.tuning.doctor import Finding, examine, exit_code
-from fused_offload.tuning.machine import Gpu, Link, Machine, read_machine
+from fused_offload.tuning.machine import NOT_FOUND, Gpu, Link, Machine, read_machine
 
 PCIE_5_X16 = Link(generation=5, generation_max=5, width=16, width_max=16)
 H100 = Gpu(name="H100", memory_bytes=85 * 10**9, driver="580", link=PCIE_5_X16, h2d_gbps=54.0, d2h_gbps=54.5)
@@ -31,7 +31,7 @@ GOOD = Machine(
     numa_nodes={0: 120 * 10**9},
     cpu_nodes=frozenset({0}),
     versions={"fused-offload": "0.1.0", "torch": "2.11", "triton": "3.6", "megatron-core": None},
-    importable={"transformer_engine": False, "megatron.core": True},
+    missing={"transformer_engine": NOT_FOUND, "megatron.core": None},
     autoload="",
     autoload_present=True,
 )
@@ -58,6 +58,13 @@ BAD = [
     (with_gpu(nvml_error="No module named 'pynvml'"), "GPU 0: link", "warning", "pynvml"),
     (with_gpu(h2d_gbps=20.0), "GPU 0: host to device", "warning", "20.0 GB/s"),
     (with_gpu(d2h_gbps=20.0), "GPU 0: device to host", "warning", "20.0 GB/s"),
+    (with_gpu(error="RuntimeError: uncorrectable ECC error"), "GPU 0", "problem", "ECC"),
+    (
+        dataclasses.replace(GOOD, missing={"transformer_engine": "OSError: libcudnn", "megatron.core": None}),
+        "TransformerEngine",
+        "warning",
+        "cannot be imported: OSError: libcudnn",
+    ),
     (with_gpu(pin_error="refused [why]", h2d_gbps=None), "GPU 0: page-locking", "problem", "refused"),
     (dataclasses.replace(GOOD, memlock_bytes=64 * 2**10), "RLIMIT_MEMLOCK", "warning", "64 KiB"),
     (
@@ -73,7 +80,9 @@ BAD = [
     (dataclasses.replace(GOOD, autoload="yes"), "FUSED_OFFLOAD_ADAM", "problem", "'yes'"),
     (dataclasses.replace(GOOD, autoload="1", autoload_present=False), "FUSED_OFFLOAD_ADAM", "problem", "nothing obeys"),
     (
-        dataclasses.replace(GOOD, autoload="1", importable={"transformer_engine": False, "megatron.core": False}),
+        dataclasses.replace(
+            GOOD, autoload="1", missing=dict.fromkeys(("transformer_engine", "megatron.core"), NOT_FOUND)
+        ),
         "FUSED_OFFLOAD_ADAM",
         "warning",
         "no Megatron-Core",
@@ -144,6 +153,7 @@ def test_numa_nodes_are_read(sysfs: Path, tmp_path: Path) -> None:
     assert machine.read_cpu_nodes(sysfs, {0, 3}) == {0, 1}
     assert numa.device_node("00000000:3B:00.0", sysfs) == 1
     assert numa.device_node("00000000:3C:00.0", sysfs) is None
+    assert numa.pci_folder("10000:3B:00.0", sysfs).name == "10000:3b:00.0"  # of a VMD controller
     (sysfs / "bus/pci/devices/0000:3b:00.0/numa_node").write_text("-1\n")
     assert numa.device_node("00000000:3B:00.0", sysfs) is None
     assert machine.read_numa_nodes(tmp_path / "nothing") == {}
@@ -251,6 +261,35 @@ def test_every_gpu_is_read(nvml: Any, sysfs: Path, monkeypatch: pytest.MonkeyPat
     assert 2 * sum(asked) <= 1  # seconds, both directions of all GPUs
 
 
+def test_a_gpu_that_cannot_be_asked_hides_no_other(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def properties(index: int) -> Any:
+        if index == 0:
+            raise RuntimeError("uncorrectable ECC error")
+        return SimpleNamespace(name="H100", total_memory=85 * 10**9, uuid="abc")
+
+    monkeypatch.setattr(machine.cuda_driver, "pci_bus_id", lambda index: "0000:3B:00.0")
+    monkeypatch.setattr(profiles, "of_device", lambda index: Found(None, "none yet"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(machine, "_measure", lambda device, seconds: (None, 50.0, 51.0))
+    read = read_machine(sysfs, FakeNvml)
+    assert [gpu.name for gpu in read.gpus] == ["cuda:0", "H100"]
+    assert "ECC" in found(read, "GPU 0").found
+    assert exit_code(examine(read)) == 2
+
+
+def test_packages_that_fail_are_not_taken_for_missing_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, body in (("fails_in_its_way", "raise AttributeError('odd')"), ("lacks_another", "import is_not_there")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert machine._why_missing("is_not_there.part") == machine._why_missing("is_not_there") == NOT_FOUND
+    assert machine._why_missing("fails_in_its_way.part") == "AttributeError: odd"
+    assert machine._why_missing("lacks_another.part") == "ModuleNotFoundError: No module named 'is_not_there'"
+    assert machine._why_missing("torch.cuda") is None
+
+
 def test_copies_are_timed_and_refusals_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     # The CPU in the GPU's place: the copies are real, their speed means nothing.
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
@@ -275,6 +314,12 @@ def test_copies_are_timed_and_refusals_reported(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(machine, "PinnedSlab", refuse)
     assert machine._measure(torch.device("cpu"), 0.01) == ("The CUDA driver refused", None, None)
+
+    def no_memory(nbytes: int, *, pin: bool, numa_node: int | None) -> PinnedSlab:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(machine, "PinnedSlab", no_memory)
+    assert "Cannot allocate memory" in str(machine._measure(torch.device("cpu"), 0.01)[0])
 
 
 @pytest.mark.gpu

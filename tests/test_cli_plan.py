@@ -203,7 +203,7 @@ def test_stepping_in_backward_needs_no_memory_for_gradients_and_hides_the_step(
     assert report["predicted"]["exposed_ms_at_least"] == 0
     assert report["predicted"]["hidden_bytes"] == report["host_bytes"]["rank"]
     assert plan(capsys, "--params", "1e6", "--step-in-backward")["gpu_bytes"]["grads"] == 2 * 10**6
-    for window in ("auto", "5"):
+    for window in ("auto", "5GB"):
         assert main(["plan", "--params", "1e9", "--step-in-backward", "--window-bytes", window]) == 2
         assert "window_bytes=0" in capsys.readouterr().err
 
@@ -212,15 +212,41 @@ def test_the_largest_model_fits_and_the_next_does_not() -> None:
     training = Training(ranks_per_node=2, data_parallel=2, offload=OffloadConfig(fraction=0.5))
     for limits in ({"gpu_bytes": 80 * 10**9, "node_bytes": None}, {"gpu_bytes": None, "node_bytes": 128 * 10**9}):
         for saving in (False, True):
-            numel = largest_model(training, saving=saving, **limits)
+            numel = largest_model(lambda _: training, saving=saving, **limits)
             assert numel is not None
             fitting, larger = memory_of(numel, training), memory_of(numel + 1024, training)
             for memory, fits in ((fitting, True), (larger, False)):
                 node = memory.node_in_save if saving else memory.node
                 used, limit = (memory.gpu, 80e9) if limits["gpu_bytes"] else (node, 128e9)
                 assert (used <= limit) == fits
-    assert largest_model(training, gpu_bytes=None, node_bytes=None, saving=False) is None
-    assert largest_model(training, gpu_bytes=1, node_bytes=None, saving=False) == 0
+    assert largest_model(lambda _: training, gpu_bytes=None, node_bytes=None, saving=False) is None
+    assert largest_model(lambda _: training, gpu_bytes=1, node_bytes=None, saving=False) == 0
+
+
+def test_where_nothing_limits_it_there_is_no_largest_model(capsys: pytest.CaptureFixture[str]) -> None:
+    report = plan(capsys, "--params", "1e9", "--fraction", "0", "--host-memory", "128")
+    assert report["largest_param_numel"]["training"] is None
+    assert report["largest_param_numel"]["with_save"] == pytest.approx(128e9 / 12, rel=1e-6)
+    assert main(["plan", "--params", "1e9", "--fraction", "0", "--host-memory", "128"]) == 0
+    assert "no limit" in capsys.readouterr().out
+
+
+def test_gradients_are_as_wide_as_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    for dtype, nbytes in (("fp32", 4), ("bf16", 2)):
+        report = plan(capsys, "--params", "1e9", "--param-dtype", dtype)
+        assert report["gpu_bytes"]["grads"] == nbytes * 10**9
+    assert plan(capsys, "--params", "1e9", "--grad-dtype", "fp32")["gpu_bytes"]["grads"] == 4 * 10**9
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_streams_may_be_closed(stream: str) -> None:
+    """Nothing is written to the other one, and nothing fails."""
+    number = {"stdout": 1, "stderr": 2}[stream]
+    arguments = "plan --params 1e9" if stream == "stdout" else "plan --config /nowhere"
+    command = f"exec '{sys.executable}' -m fused_offload.cli {arguments} {number}>&-"
+    run = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
+    assert run.returncode == (0 if stream == "stdout" else 2)
+    assert (run.stdout, run.stderr) == ("", "")
 
 
 # -- counts ------------------------------------------------------------------------------------------------------
@@ -231,6 +257,14 @@ def test_counts_are_the_published_ones(tmp_path: Path, config: dict[str, Any], n
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     assert count_config(path) == numel
+
+
+def test_a_sparse_model_without_experts_is_a_dense_one(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**QWEN3_30B_A3B, "num_experts": 0}), encoding="utf-8-sig")
+    sparse = count_config(path)
+    path.write_text(json.dumps({**QWEN3_30B_A3B, "model_type": "qwen3"}))
+    assert sparse == count_config(path)
 
 
 def test_megatron_sizes_count_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -296,11 +330,14 @@ def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan"], "--params"),
         (["plan", "--params", "1e9", "--layers", "3"], "one of --params"),
         (["plan", "--layers", "3", "--hidden", "8"], "--ffn, --heads, --vocab"),
-        (["plan", "--params", "many"], "'many' is not a number"),
-        (["plan", "--params", "nan"], "is not a number"),
+        (["plan", "--params", "many"], "'many' is not a whole number of at least 1"),
+        (["plan", "--params", "nan"], "is not a whole number"),
+        (["plan", "--params=-5"], "at least 1 and below 1e18, such as 13e9 or 13B"),
+        (["plan", "--params", "1e9", "--gpu-memory", "many"], "'many' is not a number"),
         (["plan", "--params", "1e9", "--depth", "1.5"], "whole number"),
-        (["plan", "--params", "1e9", "--fraction", "2"], "Invalid fraction"),
-        (["plan", "--params", "1e9", "--fraction", "half"], "'half' is not a number"),
+        (["plan", "--params", "1e9", "--fraction", "2"], "--fraction: '2' is not a share from 0 to 1"),
+        (["plan", "--params", "1e9", "--fraction", "75%"], "such as 0.75"),
+        (["plan", "--params", "1e9", "--fraction", "half"], "'half' is not a share"),
         (["plan", "--params", "1e9", "--link-gbps", "1e-300"], "no speed of a link"),
         (["plan", "--params", "1e9", "--window-bytes", "much"], "or 48MiB, nor auto"),
         (["plan", "--params", "1e9", "--window-bytes", "-1"], "at least 0"),
@@ -311,8 +348,16 @@ def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--params", "1e9", "--host-memory", "0GB"], "larger than 0"),
         (["plan", "--params", "1e9", "--chunk-bytes", "1.5"], "whole number of bytes"),
         (["plan", "--params", "1e9", "--gpu-mem", "80"], "unrecognized arguments: --gpu-mem"),
-        (["plan", "--params", "1e9", "--tied"], "not also by --tied"),
-        (["plan", "--config", "x.json", "--kv-heads", "8"], "not also by --kv-heads"),
+        (["plan", "--params", "1e9", "--tied"], "not by --params and --tied at once"),
+        (["plan", "--params", "1e9", "--config", "x.json"], "not by --params and --config at once"),
+        (["plan", "--params", "1e9", "--ranks-per-node", "8", "--data-parallel", "4"], "4 x 1 ranks in all"),
+        (["plan", "--params", "1e9", "--window-bytes", "4"], "'4' is 4 bytes; give a unit, as in 4MiB"),
+        (["plan", "--params", "1e9", "--chunk-bytes", "24"], "24MiB"),
+        (
+            ["plan", "--gpu", "80"],
+            "fused-offload plan: error: unrecognized arguments: --gpu 80 (see fused-offload plan --help)",
+        ),
+        (["plan", "--config", "x.json", "--kv-heads", "8"], "not by --config and --kv-heads at once"),
         (["plan", *DECODER, "--heads", "3"], "not a multiple of 3 heads"),
         (["plan", *DECODER, "--heads", "4", "--kv-heads", "3"], "evenly"),
         (["plan", *DECODER, "--heads", "4", "--layers", "1e17"], "beyond what can be planned"),
@@ -371,6 +416,8 @@ def test_configurations_that_cannot_be_counted(
         ({"decoder_sparse_step": 0}, "decoder_sparse_step is 0"),
         ({"mlp_only_layers": 5}, "mlp_only_layers is 5"),
         ({"mlp_only_layers": ["a"]}, "mlp_only_layers is ['a']"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
+        ({"model_type": None}, "has no model_type"),
     ],
 )
 def test_sizes_that_no_model_has(
@@ -403,6 +450,7 @@ def test_units(capsys: pytest.CaptureFixture[str]) -> None:
     assert in_words["param_numel"] == 8_030_000_000
     assert in_words["gpu_bytes"]["window"] == 2**31
     assert plan(capsys, "--params", "125m")["param_numel"] == 125_000_000
+    assert plan(capsys, "--params", "1B", "--other-gpu", "2Gi")["gpu_bytes"]["other"] == 2 * 2**30
 
 
 def test_few_parameters_are_not_rounded_away(capsys: pytest.CaptureFixture[str]) -> None:

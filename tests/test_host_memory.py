@@ -459,6 +459,21 @@ def test_the_tightest_cgroup_above_the_process_counts(
     assert hostmem.available_host_bytes() == (0, "cgroup")
 
 
+def test_a_cgroup_that_is_slowed_down_is_as_good_as_full(cgroups: Path) -> None:
+    write_cgroup(cgroups, memory__max=10_000, memory__high=7_000, memory__current=4_000)
+    assert hostmem.available_host_bytes() == (3_000, "cgroup")
+
+
+def test_what_the_kernel_says_otherwise_is_passed_over(cgroups: Path) -> None:
+    odd = b"no colons\n4:memory\n0::/a\xff/job\n"
+    (cgroups.parent / "self").write_bytes(odd)
+    write_cgroup(cgroups, memory__max=10_000, memory__current=4_000, memory__stat="inactive_file many\nnothing\n")
+    assert hostmem.available_host_bytes() == (6_000, "cgroup")
+    own = Path(os.fsdecode(os.fsencode(cgroups) + b"/a\xff/job"))
+    write_cgroup(own, memory__max=9_000, memory__current=4_000)
+    assert hostmem.available_host_bytes() == (5_000, "cgroup")
+
+
 def test_a_cgroup_limit_reaches_the_optimizer(device: torch.device, cgroups: Path, slabs: Slabs) -> None:
     write_cgroup(cgroups, memory__max=2_000_000_000, memory__current=1_999_000_000)
     params = make_params(device, (500_000,))

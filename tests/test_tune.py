@@ -85,6 +85,17 @@ def test_a_profile_of_another_machine_is_ignored(tmp_path: Path, field: str) -> 
     assert f"there is one of {field} {getattr(KEY, field)}, here another" in found.reason
 
 
+def test_a_profile_by_another_name(tmp_path: Path) -> None:
+    path = profiles.save(PROFILE, tmp_path)
+    path.rename(tmp_path / "mine.json")
+    assert profiles.find(KEY, tmp_path).reason.endswith(f"this one, but in mine.json: call it {KEY.file_name}")
+    other = dataclasses.replace(KEY, gpu="another")
+    (tmp_path / "mine.json").rename(tmp_path / other.file_name)
+    found = profiles.find(other, tmp_path)
+    assert found.is_outdated
+    assert f"is of gpu {KEY.gpu}, here another" in found.reason
+
+
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
@@ -102,6 +113,10 @@ def test_a_profile_of_another_machine_is_ignored(tmp_path: Path, field: str) -> 
         (lambda record: record["choices"][0].update(state_bytes=10**400), "below 2^63"),
         (lambda record: record["choices"][0].update(ms=float("nan")), "lacks its time"),
         (lambda record: record["choices"][0].update(why=None), "its reason"),
+        (lambda record: record["choices"][0].update(depth=2**62), "depth of"),
+        (lambda record: record["timings"][0].update(ms=5e-324), "of no time"),
+        (lambda record: record["timings"][1].update(state_bytes=2**62), "more than there is"),
+        (lambda record: record["timings"][1].update(state_bytes=3e9 + 0.5), "numbers above 0"),
         (lambda record: record["timings"][0].update(ms=None), "numbers above 0"),
         (lambda record: record["timings"][0].update(ms=True), "numbers above 0"),
         (lambda record: record["timings"][0].update(ms=float("inf")), "numbers above 0"),
@@ -306,6 +321,24 @@ def test_plan_predicts_from_the_profile(capsys: pytest.CaptureFixture[str]) -> N
     assert report["training"]["offload"]["chunk_bytes"] == DEFAULT_CHUNK_BYTES
 
 
+@pytest.mark.usefixtures("tuned")
+def test_the_largest_model_goes_by_what_was_chosen_for_its_own_size(capsys: pytest.CaptureFixture[str]) -> None:
+    """Zero-copy, chosen for small state, takes no ring; 4 x 32 MiB of one are most of what there is here."""
+
+    def plan(params: int, gigabytes: float) -> dict[str, Any]:
+        assert main(["plan", "--params", str(params), "--gpu-memory", str(gigabytes), "--json"]) == 0
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return report
+
+    for gigabytes in (0.2, 0.3, 0.4, 1.0):
+        largest = {plan(params, gigabytes)["largest_param_numel"]["training"] for params in (10**6, 10**8, 10**11)}
+        assert len(largest) == 1
+        (numel,) = largest
+        assert plan(numel, gigabytes)["fits"]["gpu"]
+        for more in (numel + 1000, 2 * numel, 10 * numel):
+            assert not plan(more, gigabytes)["fits"]["gpu"]
+
+
 def test_plan_says_why_a_profile_is_ignored(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -428,6 +461,8 @@ def test_tune_checks_where_the_profile_is_kept(
     [
         (KeyboardInterrupt(), 130, "interrupted"),
         (OSError(28, "No space left on device"), 2, "No space left"),
+        (subprocess.CalledProcessError(1, ["gcc"]), 2, "CalledProcessError: Command"),
+        (ImportError("libcuda"), 2, "ImportError: libcuda"),
         (RuntimeError("out of memory"), 2, "out of memory"),
     ],
 )
@@ -445,6 +480,26 @@ def test_tune_ends_in_one_line(
     assert words in captured.err
     assert "Traceback" not in captured.err
     assert captured.out == ""
+
+
+@pytest.mark.parametrize("fails", ["the profile was not kept", "was not drawn"])
+def test_what_was_measured_is_printed_also_where_it_cannot_be_kept(
+    fails: str, measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = measured / KEY.file_name
+    if fails == "was not drawn":
+        monkeypatch.setattr("fused_offload.tuning.plot.draw", lambda *_: 1 / 0)
+    else:
+        path.mkdir()
+    assert main(["tune", "--json", "--plot", str(measured / "tuning.png")]) == 2
+    captured = capsys.readouterr()
+    report = json.loads(captured.out)
+    assert report["seconds"] == 44.0
+    assert fails in captured.err
+    assert captured.err.rstrip().splitlines()[-1].startswith("fused-offload tune: error: ")
+    assert (report["saved_as"] is None) == path.is_dir()
+    assert (measured / "tuning.png").exists() == path.is_dir()
 
 
 def test_tune_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

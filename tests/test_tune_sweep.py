@@ -62,6 +62,12 @@ def test_zero_copy_has_to_be_clearly_faster(zero_copy_ms: float, transport: str)
     assert choice.ms == min(72.0, zero_copy_ms) if transport == "zero_copy" else choice.ms == 72.0
 
 
+def test_the_default_number_of_programs_does_not_make_zero_copy_win() -> None:
+    ways = timed(c48x3=100.0, z16=96.9, z64=99.7)
+    choice = choose(ways, 10**9)
+    assert (choice.transport, choice.programs) == ("zero_copy", 16)
+
+
 def test_what_is_tried() -> None:
     ways = candidates(10**9)
     assert len(set(ways)) == len(ways)
@@ -223,6 +229,8 @@ def test_sizes_fit_the_link_and_the_memory() -> None:
     assert measure.sizes(0.5, 10**12, 80 * 10**9)[-1] == 8_000_000
     assert measure.sizes(50.0, 4 * 10**9, 80 * 10**9)[-1] * 12 <= 10**9
     assert measure.sizes(50.0, 10**12, 2 * 10**9)[-1] * 4 <= 0.5e9
+    with pytest.raises(RuntimeError, match="Too little memory"):  # ways of 64 MiB x 4 are tried, too
+        measure.sizes(50.0, 10**12, 350 * 10**6)
     with pytest.raises(RuntimeError, match="Too little memory"):
         measure.sizes(50.0, 10**8, 80 * 10**9)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -16,7 +18,7 @@ from fused_offload.staging import RingNeed
 from fused_offload.storage import Layout, extent_place, slot_bytes
 from fused_offload.streaming import streaming_of
 
-from .terms import DTYPES, MOMENT_DTYPES
+from .terms import DTYPES, MOMENT_DTYPES, MOST_PARAMS
 
 PARAM_DTYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 STORED_DTYPES = dict(zip(MOMENT_DTYPES, (*PARAM_DTYPES.values(), torch.uint8), strict=True))
@@ -226,27 +228,42 @@ def profile_step_time(memory: Memory, training: Training, profile: Profile) -> S
     return StepTime(step_ms(memory.host_state), step_ms(memory.host_state - memory.hidden))
 
 
-def largest_model(training: Training, *, gpu_bytes: int | None, node_bytes: int | None, saving: bool) -> int | None:
-    """Parameters of the largest model that fits, or None where no memory size is given.
+def largest_model(
+    training_of: Callable[[int], Training], *, gpu_bytes: int | None, node_bytes: int | None, saving: bool
+) -> int | None:
+    """Parameters of the largest model that fits, or None where nothing limits it.
 
     Args:
-        training: how it is trained.
+        training_of: how a model of so many parameters is trained. The same object within a range of numbers; what is
+            chosen for a larger model may take less of the GPU.
         gpu_bytes: memory of a GPU, or None for no limit.
         node_bytes: memory of a host, or None for no limit.
         saving: whether an asynchronous save has to fit too.
     """
-    if gpu_bytes is None and node_bytes is None:
-        return None
 
-    def fits(numel: int) -> bool:
+    def fits(numel: int, training: Training) -> bool:
         memory = memory_of(numel, training)
         node = memory.node_in_save if saving else memory.node
         return (gpu_bytes is None or memory.gpu <= gpu_bytes) and (node_bytes is None or node <= node_bytes)
 
-    low, high = 0, 1
-    while fits(high) and high < 1 << 50:
-        low, high = high, 2 * high
+    found, first = 0, 1
+    while first <= MOST_PARAMS:
+        training = training_of(first)
+        end = _last(partial(_is_same, training_of, training), first)
+        if fits(first, training):
+            found = min(end, _last(partial(fits, training=training), first))
+        first = end + 1
+    return None if found == MOST_PARAMS else found
+
+
+def _is_same(training_of: Callable[[int], Training], training: Training, numel: int) -> bool:
+    return training_of(numel) is training
+
+
+def _last(holds: Callable[[int], bool], low: int) -> int:
+    """The largest number up to `MOST_PARAMS` for which something holds that holds for all from ``low`` to it."""
+    high = MOST_PARAMS + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+        low, high = (middle, high) if holds(middle) else (low, middle)
     return low

@@ -33,7 +33,7 @@ was timed in; and while there were few, as much as steps differ between the two 
 
 
 GRAPH_CHUNK_MIB = (2, 4, 16)
-"""A replay costs the host nothing a chunk, so that smaller chunks may be as fast."""
+"""A replay costs the host nothing a chunk, so that smaller chunks could be as fast."""
 
 
 class Timed(NamedTuple):
@@ -86,7 +86,7 @@ def chosen(choice: Choice) -> Streaming:
 
 
 def candidates(state_bytes: int) -> list[Streaming]:
-    """What is tried: copies whose chunks are no larger than the state, and zero-copy kernels.
+    """What is tried: copies whose chunks are no larger than the state, the default, and zero-copy kernels.
 
     Args:
         state_bytes: of the extent.
@@ -137,7 +137,10 @@ def choose(timed: Sequence[Timed], state_bytes: int) -> Choice:
     copy = _least(_copies(timed), _AS_GOOD, lambda way: way.depth * way.chunk_bytes)
     zero_copy = _least(_zero_copies(timed), _PROGRAMS_GAIN, lambda way: way.programs != DEFAULT_PROGRAMS)
     fastest = {True: _fastest(_zero_copies(timed)), False: _fastest(_copies(timed))}
-    is_zero_copy = fastest[True].ms < fastest[False].ms * (1 - _ZERO_COPY_GAIN)
+    enough = fastest[False].ms * (1 - _ZERO_COPY_GAIN)
+    is_zero_copy = fastest[True].ms < enough
+    if is_zero_copy and zero_copy.ms >= enough:
+        zero_copy = fastest[True]  # the default number of programs would not win
     winner = zero_copy if is_zero_copy else copy
     return Choice(
         state_bytes=state_bytes,

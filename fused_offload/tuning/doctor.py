@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from .machine import Gpu, Machine
+from .machine import NOT_FOUND, Gpu, Machine
 
 _LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 _GOOD_SHARE = 0.7
@@ -68,6 +68,10 @@ def _gpus(machine: Machine) -> list[Finding]:
     findings = []
     for index, gpu in enumerate(machine.gpus):
         name = f"GPU {index}"
+        if gpu.error is not None:
+            advice = "Look at nvidia-smi and dmesg; reset or restart, or leave it out (CUDA_VISIBLE_DEVICES)"
+            findings.append(Finding("problem", name, gpu.error, advice))
+            continue
         driver = f", driver {gpu.driver}" if gpu.driver else ""
         found = f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB, CUDA {machine.cuda}{driver}"
         findings += [Finding("ok", name, found), _link(name, gpu), _pinning(name, gpu), *_bandwidth(name, gpu)]
@@ -150,6 +154,8 @@ def _numa(machine: Machine) -> list[Finding]:
     findings = [Finding("ok", "NUMA", f"{free}; this process runs on {_listed(sorted(machine.cpu_nodes))}")]
     for index, gpu in enumerate(machine.gpus):
         what = f"GPU {index}: NUMA node"
+        if gpu.error is not None:
+            continue
         if gpu.numa_node is None:
             findings.append(Finding("ok", what, "unknown"))
         elif gpu.numa_error is None:
@@ -197,12 +203,16 @@ def _host(machine: Machine) -> list[Finding]:
 
 
 def _megatron(machine: Machine) -> list[Finding]:
-    te, megatron = machine.importable["transformer_engine"], machine.importable["megatron.core"]
-    present = {True: "found", False: "not found"}
-    findings = [
-        Finding("ok", "TransformerEngine", present[te] + " (optional)"),
-        Finding("ok", "Megatron-Core", present[megatron] + " (optional)"),
-    ]
+    findings = []
+    for what, module in (("TransformerEngine", "transformer_engine"), ("Megatron-Core", "megatron.core")):
+        why = machine.missing[module]
+        if why in (None, NOT_FOUND):
+            findings.append(Finding("ok", what, f"{why or 'found'} (optional)"))
+        else:
+            found = f"found, but it cannot be imported: {why}"
+            findings.append(
+                Finding("warning", what, found, f"Install it again, or remove it: python -c 'import {module}'")
+            )
     what, value = "FUSED_OFFLOAD_ADAM", machine.autoload
     if value in ("", "0"):
         findings.append(Finding("ok", what, "not set: Megatron is left as it is unless install() is called"))
@@ -211,7 +221,7 @@ def _megatron(machine: Machine) -> list[Finding]:
     elif not machine.autoload_present:
         advice = "Install fused-offload again: _fused_offload_autoload is missing beside the package"
         findings.append(Finding("problem", what, "1, but nothing obeys it", advice))
-    elif not megatron:
+    elif machine.missing["megatron.core"] == NOT_FOUND:
         findings.append(Finding("warning", what, "1, but there is no Megatron-Core", "pip install megatron-core"))
     else:
         findings.append(Finding("ok", what, "1: fused_offload.megatron is installed when Megatron is imported"))

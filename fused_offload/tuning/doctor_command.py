@@ -21,7 +21,7 @@ def doctor(options: argparse.Namespace) -> int:
         return exit_code(findings)
     table = Table()
     for column in ("", "what", "found", "what to do"):
-        table.add_column(column)
+        table.add_column(column, overflow="fold")  # paths and names are to be read whole
     colours = {"ok": "green", "warning": "yellow", "problem": "red"}
     for finding in findings:
         level = f"[{colours[finding.level]}]{finding.level}[/]"

@@ -57,6 +57,7 @@ class Gpu:
         link: its link, as it was right after the copies.
         numa_node: node of its slot, or None.
         numa_error: why memory cannot be asked for on that node, or None.
+        error: why nothing else could be asked, or None.
         pin_error: why a small piece of host memory could not be page-locked, or None.
         h2d_gbps: measured from page-locked memory alone, or None.
         d2h_gbps: measured to page-locked memory alone, or None.
@@ -71,6 +72,7 @@ class Gpu:
     link: Link = Link()
     numa_node: int | None = None
     numa_error: str | None = None
+    error: str | None = None
     pin_error: str | None = None
     h2d_gbps: float | None = None
     d2h_gbps: float | None = None
@@ -92,7 +94,7 @@ class Machine:
         numa_nodes: node -> bytes that are free on it.
         cpu_nodes: nodes of the CPUs that this process may run on.
         versions: package -> version, or None where it is not installed.
-        importable: module -> whether Python finds it.
+        missing: module -> None where Python finds it, or why it does not.
         autoload: value of the environment variable that installs into Megatron.
         autoload_present: whether the module that obeys it is installed.
     """
@@ -106,7 +108,7 @@ class Machine:
     numa_nodes: dict[int, int]
     cpu_nodes: frozenset[int]
     versions: dict[str, str | None]
-    importable: dict[str, bool]
+    missing: dict[str, str | None]
     autoload: str
     autoload_present: bool
 
@@ -130,17 +132,24 @@ def read_machine(sysfs: Path = Path("/sys"), nvml: Callable[[], Any] | None = No
         numa_nodes=read_numa_nodes(sysfs),
         cpu_nodes=read_cpu_nodes(sysfs, os.sched_getaffinity(0)),
         versions={name: version_of(name) for name in PACKAGES},
-        importable={name: _is_importable(name) for name in ("transformer_engine", "megatron.core")},
+        missing={name: _why_missing(name) for name in ("transformer_engine", "megatron.core")},
         autoload=os.environ.get(_ENVIRONMENT_VARIABLE, ""),
-        autoload_present=_is_importable("_fused_offload_autoload"),
+        autoload_present=_why_missing("_fused_offload_autoload") is None,
     )
 
 
-def _is_importable(module: str) -> bool:
+NOT_FOUND = "not found"
+
+
+def _why_missing(module: str) -> str | None:
     try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):  # the parent package is missing
-        return False
+        return NOT_FOUND if importlib.util.find_spec(module) is None else None
+    except ModuleNotFoundError as error:
+        if error.name == module.partition(".")[0]:  # the parent package, which is imported for it
+            return NOT_FOUND
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:  # what the parent package raises
+        return f"{type(error).__name__}: {error}"
 
 
 def read_numa_nodes(sysfs: Path) -> dict[int, int]:
@@ -187,24 +196,29 @@ def _read_gpus(sysfs: Path, nvml: Callable[[], Any]) -> tuple[Gpu, ...]:
     count = torch.cuda.device_count()
     gpus = []
     for index in range(count):
-        properties = torch.cuda.get_device_properties(index)
-        pin_error, h2d, d2h = _measure(torch.device("cuda", index), _COPY_SECONDS / count)
-        found = profiles.of_device(index)
-        facts = read_nvml(nvml, str(getattr(properties, "uuid", "")))
-        facts |= _read_numa(cuda_driver.pci_bus_id(index), sysfs)
-        gpus.append(
-            Gpu(
-                name=properties.name,
-                memory_bytes=properties.total_memory,
-                pin_error=pin_error,
-                h2d_gbps=h2d,
-                d2h_gbps=d2h,
-                profile=_in_words(found),
-                profile_is_outdated=found.is_outdated,
-                **facts,
-            )
-        )
+        try:
+            gpus.append(_read_gpu(index, _COPY_SECONDS / count, sysfs, nvml))
+        except (RuntimeError, OSError) as error:  # it fell off the bus, or its memory is damaged
+            gpus.append(Gpu(name=f"cuda:{index}", memory_bytes=0, error=f"{type(error).__name__}: {error}"))
     return tuple(gpus)
+
+
+def _read_gpu(index: int, seconds: float, sysfs: Path, nvml: Callable[[], Any]) -> Gpu:
+    properties = torch.cuda.get_device_properties(index)
+    pin_error, h2d, d2h = _measure(torch.device("cuda", index), seconds)
+    found = profiles.of_device(index)
+    facts = read_nvml(nvml, str(getattr(properties, "uuid", "")))
+    facts |= _read_numa(cuda_driver.pci_bus_id(index), sysfs)
+    return Gpu(
+        name=properties.name,
+        memory_bytes=properties.total_memory,
+        pin_error=pin_error,
+        h2d_gbps=h2d,
+        d2h_gbps=d2h,
+        profile=_in_words(found),
+        profile_is_outdated=found.is_outdated,
+        **facts,
+    )
 
 
 def _in_words(found: profiles.Found) -> str:
@@ -224,7 +238,7 @@ def _measure(device: torch.device, seconds: float) -> tuple[str | None, float | 
                 return None, _gbps(mirror, slab.bytes, seconds), _gbps(slab.bytes, mirror, seconds)
             finally:
                 slab.close()
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         return str(error), None, None
 
 

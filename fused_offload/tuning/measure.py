@@ -7,18 +7,18 @@ import random
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
 
 from fused_offload import OffloadConfig
+from fused_offload.config import MIB
 from fused_offload.hostmem import available_host_bytes
 from fused_offload.machine_key import MachineKey
 from fused_offload.profiles import Choice, Profile, Timing
 from fused_offload.streaming import Streaming
 
-from .choose import Timed, candidates, choose, chosen, gigabytes, graph_candidates, still_close
+from .choose import CHUNK_MIB, DEPTHS, Timed, candidates, choose, chosen, gigabytes, graph_candidates, still_close
 from .link import LinkRate, Report, measure_link
 from .rig import NARROW, WIDE, Rig, rig
 
@@ -34,6 +34,7 @@ _MOST_BYTES = 2_000_000_000
 _SHARE_OF_MEMORY = 0.25  # that tuning takes of what is free, on host and GPU
 
 _WIDE_BYTES = 12
+_LARGEST_RING = max(CHUNK_MIB) * MIB * max(DEPTHS)
 
 
 class Swept(NamedTuple):
@@ -122,7 +123,7 @@ def sizes(duplex_gbps: float, host_bytes: int, gpu_bytes: int) -> list[int]:
         RuntimeError: if that is too little.
     """
     wanted = min(_MOST_BYTES, int(duplex_gbps * 1e9 * _STEP_SECONDS)) // _WIDE_BYTES
-    possible = int(min(host_bytes / _WIDE_BYTES, gpu_bytes / 4) * _SHARE_OF_MEMORY)
+    possible = int(min(host_bytes / _WIDE_BYTES, max(0, gpu_bytes - _LARGEST_RING) / 4) * _SHARE_OF_MEMORY)
     least = 4 * _SMALL_NUMEL // 10
     large = min(max(wanted, least), possible)
     small = min(_SMALL_NUMEL, large // 4)
@@ -195,7 +196,8 @@ def _timed(samples: Mapping[Streaming, list[float]], ways: Iterable[Streaming]) 
 def _time_narrow(numel: int, choice: Choice, device: torch.device, report: Report) -> Timing:
     report("steps of 6 bytes a parameter", 0, 1)
     with rig(numel, NARROW, device) as steps:
-        ms = median(steps.time(chosen(choice), _TIMED_ALONE))
+        way = chosen(choice)
+        ms = Timed(way, tuple(steps.time(way, _TIMED_ALONE))).ms
         timing = Timing(steps.param_numel, steps.state_bytes, ms)
     report("steps of 6 bytes a parameter", 1, 1)
     return timing
@@ -207,7 +209,7 @@ def _time_resident(numel: int, device: torch.device, report: Report) -> float | 
     if numel * (_WIDE_BYTES + 4) < _SHARE_OF_MEMORY * torch.cuda.mem_get_info(device)[0]:
         steps = Rig(numel, WIDE, OffloadConfig(fraction=0.0), device)
         steps.step_ms()
-        ms = median(steps.step_ms() for _ in range(_TIMED_ALONE))
+        ms = Timed(Streaming(), tuple(steps.step_ms() for _ in range(_TIMED_ALONE))).ms
         steps.optimizer.close()
     report("kernel", 1, 1)
     return ms

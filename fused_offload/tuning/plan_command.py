@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,9 +35,15 @@ def _count(options: argparse.Namespace) -> int:
     sizes = [name for name in names if getattr(options, name)]
     ways = [options.params is not None, options.config is not None, bool(sizes)]
     if sum(ways) != 1:
-        given = f", not also by --{', --'.join(sizes).replace('_', '-')}" if sizes else ""
+        given = [
+            f"--{name}".replace("_", "-")
+            for name, is_given in zip(("params", "config"), ways, strict=False)
+            if is_given
+        ]
+        given += [f"--{name}".replace("_", "-") for name in sizes]
         raise ValueError(
-            f"give the model by one of --params, --config, or --layers, --hidden, --ffn, --heads, --vocab{given}"
+            "give the model by one of --params, --config, or --layers, --hidden, --ffn, --heads, --vocab"
+            + (f", not by {' and '.join(given)} at once" if given else "")
         )
     if options.params is not None:
         return int(options.params)
@@ -69,7 +76,7 @@ def _training(options: argparse.Namespace, choice: Choice | None = None) -> Trai
         how = {"transport": "copy", "chunk_bytes": chunk_bytes or known[0], "depth": depth or known[1]}
     return Training(
         param_dtype=options.param_dtype,
-        grad_dtype=options.grad_dtype,
+        grad_dtype=options.grad_dtype or options.param_dtype,
         master=options.master or ("none" if options.param_dtype == "fp32" else "fp32"),
         exp_avg=options.moments,
         exp_avg_sq=options.moments,
@@ -81,6 +88,28 @@ def _training(options: argparse.Namespace, choice: Choice | None = None) -> Trai
         other_gpu_bytes=int(options.other_gpu * 1e9),
         in_backward=options.step_in_backward,
     )
+
+
+def _tuned(
+    training: Training,
+    known: dict[Choice, Training],
+    options: argparse.Namespace,
+    profile: Profile | None,
+    numel: int,
+) -> Training:
+    """As a profile chose for the state of so many parameters.
+
+    Args:
+        training: without a profile.
+        known: what was found before, so that the same choice is the same object.
+        options: the command line.
+        profile: of this machine, or None.
+        numel: parameters of the whole model.
+    """
+    if profile is None:
+        return training
+    choice = profile.choice_for(memory_of(numel, training).host_state)
+    return known.setdefault(choice, _training(options, choice))
 
 
 def _settled(training: Training, memory: Memory) -> Training:
@@ -120,13 +149,17 @@ def _predict(options: argparse.Namespace, training: Training, memory: Memory, pr
 
 def plan(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit code."""
+    if options.ranks_per_node > options.data_parallel * options.model_parallel:
+        raise ValueError(
+            f"--ranks-per-node is {options.ranks_per_node}, but there are {options.data_parallel} x "
+            f"{options.model_parallel} ranks in all; see --data-parallel and --model-parallel"
+        )
     numel, training = _param_numel(options), _training(options)
-    memory = memory_of(numel, training)
     found = profiles.of_device(0) if options.link_gbps is None else None
     profile = None if found is None else found.profile
-    if profile is not None:
-        training = _training(options, profile.choice_for(memory.host_state))
-        memory = memory_of(numel, training)
+    training_of = partial(_tuned, training, {}, options, profile)
+    training = training_of(numel)
+    memory = memory_of(numel, training)
     settled = _settled(training, memory)
     prediction = _predict(options, training, memory, profile)
     time = prediction.time
@@ -154,8 +187,8 @@ def plan(options: argparse.Namespace) -> int:
             "host_in_save": None if node_bytes is None else memory.node_in_save <= node_bytes,
         },
         "largest_param_numel": {
-            "training": largest_model(training, saving=False, **limits),
-            "with_save": largest_model(training, saving=True, **limits),
+            "training": largest_model(training_of, saving=False, **limits),
+            "with_save": largest_model(training_of, saving=True, **limits),
         },
         "predicted": {
             "alone_ms": time.alone_ms,
@@ -193,7 +226,7 @@ def _notes(options: argparse.Namespace, memory: Memory, prediction: _Prediction,
         notes.append(f"Profile of this machine {found.reason}.")
     if options.ranks_per_node > 1 and memory.host_state:
         notes.append(
-            "GPUs of a node share its host memory: two H100s at once reached 35 GB/s each way each, one alone 47. "
+            "GPUs of a node share its host memory: each of two H100s at once reached 35 GB/s each way, one alone 47. "
             "--link-gbps should be what one GPU reaches while all stream."
         )
     return notes
@@ -207,6 +240,14 @@ def _ms(value: float) -> str:
     return f"{value:.0f} ms" if value >= 10 else f"{value:.2g} ms"
 
 
+def _params(numel: int) -> str:
+    return f"{numel / 1e9:.3f} billion" if numel >= 10**7 else f"{numel:,}"
+
+
+def _largest(numel: int | None) -> str:
+    return "no limit" if numel is None else _params(numel)
+
+
 def _ring_label(training: Training) -> str:
     chunk_bytes, depth = training.offload.chunk_bytes, training.offload.depth
     if chunk_bytes == "auto" or depth == "auto":
@@ -216,13 +257,11 @@ def _ring_label(training: Training) -> str:
 
 def _show_plan(report: dict[str, Any], training: Training) -> None:
     console = Console()
-    numel = report["param_numel"]
-    title = f"{numel / 1e9:.3f} billion parameters" if numel >= 10**7 else f"{numel:,} parameters"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=f"{_params(report['param_numel'])} parameters", title_justify="left")
     table.add_column("")
     table.add_column("bytes or time", justify="right")
     table.add_column("fits")
-    words = {True: "yes", False: "no", None: "no limit given"}
+    words = {True: "yes", False: "no", None: "not given"}
     fits, gpu, host = report["fits"], report["gpu_bytes"], report["host_bytes"]
     names = {
         "params": f"parameters, {training.param_dtype}",
@@ -248,9 +287,9 @@ def _show_plan(report: dict[str, Any], training: Training) -> None:
     table.add_row("step alone (prediction)", _ms(predicted["alone_ms"]))
     exposed = _ms(predicted["exposed_ms_at_least"])
     table.add_row("added to an iteration, at least (prediction)", exposed, end_section=True)
-    if largest["training"] is not None:
-        table.add_row("largest model", f"{largest['training'] / 1e9:.2f} billion")
-        table.add_row("largest model with an asynchronous save", f"{largest['with_save'] / 1e9:.2f} billion")
+    if any(value is not None for value in fits.values()):
+        table.add_row("largest model", _largest(largest["training"]))
+        table.add_row("largest model with an asynchronous save", _largest(largest["with_save"]))
     console.print(table)
     for note in report["notes"]:
         console.print(note, highlight=False, markup=False, soft_wrap=True)

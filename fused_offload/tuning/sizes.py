@@ -101,7 +101,7 @@ def count_config(path: Path) -> int:
         ValueError: if it cannot be read or its architecture is unknown.
     """
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -119,6 +119,8 @@ def count_config(path: Path) -> int:
     except ValueError as error:
         raise ValueError(f"{path}: {error}; correct it, or use --params") from error
     known = ", ".join(("gpt2", *LLAMA_LIKE))
+    if kind is None:
+        raise ValueError(f"{path} has no model_type (known: {known}); give the count with --params")
     raise ValueError(f"{path}: model_type {kind!r} is not known (known: {known}); give the count with --params")
 
 
@@ -129,6 +131,16 @@ def _whole(config: Mapping[str, Any], key: str, *default: int, least: int = 1, m
         return default[0]
     if type(value) is not int or not least <= value <= most:
         raise ValueError(f"{key} is {value!r}, it should be a whole number from {least} to {most:,}")
+    return value
+
+
+def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
+    """A switch; the default where the key is missing or null."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} is {value!r}, it should be true or false")
     return value
 
 
@@ -145,14 +157,14 @@ def _count_gpt2(config: Mapping[str, Any]) -> int:
     attention = 4 * hidden * hidden + 4 * hidden
     mlp = 2 * hidden * ffn + ffn + hidden
     vocab, positions = _whole(config, "vocab_size"), _whole(config, "n_positions", 1024)
-    tables = vocab * hidden * (1 if config.get("tie_word_embeddings", True) else 2) + positions * hidden
+    tables = vocab * hidden * (1 if _flag(config, "tie_word_embeddings", True) else 2) + positions * hidden
     return int(tables + layers * (attention + mlp + 4 * hidden) + 2 * hidden)
 
 
 def _decoder(config: Mapping[str, Any]) -> Decoder:
     kind, layers = config["model_type"], _whole(config, "num_hidden_layers", most=_MOST_LAYERS)
     hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
-    attention_bias = bool(config.get("attention_bias", False))
+    attention_bias = _flag(config, "attention_bias", False)
     experts_of = {
         "mixtral": ("num_local_experts", 8),
         "qwen2_moe": ("num_experts", 60),
@@ -164,21 +176,21 @@ def _decoder(config: Mapping[str, Any]) -> Decoder:
     return Decoder(
         layers=layers,
         hidden=hidden,
-        ffn=_whole(config, "moe_intermediate_size") if kind in ("qwen2_moe", "qwen3_moe") else ffn,
+        ffn=_whole(config, "moe_intermediate_size") if experts and kind in ("qwen2_moe", "qwen3_moe") else ffn,
         heads=heads,
         kv_heads=_whole(config, "num_key_value_heads", heads),
         head_dim=_whole(config, "head_dim", 0) or head_dim_of(hidden, heads),
         vocab=_whole(config, "vocab_size"),
-        tied=bool(config.get("tie_word_embeddings", False)),
+        tied=_flag(config, "tie_word_embeddings", False),
         # Qwen2 has these biases whatever its configuration says.
         qkv_bias=attention_bias or kind in ("qwen2", "qwen2_moe"),
         output_bias=attention_bias and kind in ("llama", "qwen3", "qwen3_moe"),
-        mlp_bias=bool(config.get("mlp_bias", False)) and kind == "llama",
+        mlp_bias=_flag(config, "mlp_bias", False) and kind == "llama",
         qk_norm=kind in ("qwen3", "qwen3_moe"),
         experts=experts,
         dense_layers=dense_layers,
         dense_ffn=ffn,
-        shared_ffn=_whole(config, "shared_expert_intermediate_size") if kind == "qwen2_moe" else 0,
+        shared_ffn=_whole(config, "shared_expert_intermediate_size") if experts and kind == "qwen2_moe" else 0,
     )
 
 

@@ -8,7 +8,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,22 +44,49 @@ def tune(options: argparse.Namespace) -> int:
             tuning = measure.tune(key, device, options.seconds, bar.report)
     except RuntimeError as error:  # too little memory, or the driver refuses
         raise ValueError(str(error)) from error
-    path = None if options.no_save else profiles.save(tuning.profile)
-    if path is not None:
-        profiles.of_device.cache_clear()
+    except Exception as error:  # Triton's compiler, its C compiler, a package that is damaged: each raises its own
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    failed: list[str] = []
+    path = _tried(failed, "the profile was not kept", partial(_save, options, tuning))
+    if options.plot is not None:
+        _tried(failed, f"{options.plot} was not drawn", partial(_draw, options.plot, tuning))
+    # In any case: it took a minute to measure.
     if options.json:
         print(json.dumps(as_json(tuning, path), indent=2))
     else:
         show(tuning, path)
-    if options.plot is not None:
-        from .plot import draw
-
-        draw(tuning, options.plot)
+    if failed:
+        raise ValueError("; ".join(failed))
     return 0
+
+
+def _tried(failed: list[str], what: str, do: Callable[[], Path | None]) -> Path | None:
+    """The result, or None with the reason among ``failed``."""
+    try:
+        return do()
+    except Exception as error:
+        failed.append(f"{what} ({type(error).__name__}: {error})")
+        return None
+
+
+def _save(options: argparse.Namespace, tuning: Tuning) -> Path | None:
+    if options.no_save:
+        return None
+    path = profiles.save(tuning.profile)
+    profiles.of_device.cache_clear()
+    return path
+
+
+def _draw(path: Path, tuning: Tuning) -> None:
+    from .plot import draw
+
+    draw(tuning, path)
 
 
 def _check(options: argparse.Namespace) -> None:
     """Refuses before anything is measured."""
+    if options.plot is not None:
+        _check_plot(options.plot)
     if not torch.cuda.is_available():
         built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
         raise ValueError(f"there is no CUDA GPU to measure ({built}); fused-offload doctor says more")
@@ -68,8 +96,6 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("the GPU's kernels need Triton: pip install triton")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
-    if options.plot is not None:
-        _check_plot(options.plot)
     if not options.no_save:
         try:
             _check_folder(profiles.folder())
