@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 from .config import OffloadConfig
@@ -10,6 +11,11 @@ if TYPE_CHECKING:
     from .optimizer import FusedOffloadAdam
 
 __all__ = ["FusedOffloadAdam", "OffloadConfig"]
+
+_ABOVE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if os.path.isfile(os.path.join(_ABOVE, "kernels", "forms.py")):
+    # A checkout, and Python was perhaps started in it: `kernels/`, which the installation puts in here, is beside.
+    __path__.append(_ABOVE)
 
 
 def __getattr__(name: str) -> Any:

@@ -66,6 +66,20 @@ def test_installed_wheel_imports(wheel: Path, tmp_path: Path) -> None:
     assert run.stdout.split() == [str(package / "__init__.py"), str(package / "kernels" / "__init__.py")]
 
 
+def test_a_checkout_imports_where_another_is_installed(tmp_path: Path) -> None:
+    """Who installed it is likely to stay in the folder, where Python finds the package as it lies."""
+    for name in ("fused_offload", "kernels"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    program = (
+        "import sys; sys.meta_path[:] = [one for one in sys.meta_path if 'editable' not in repr(one)]\n"
+        "import fused_offload.kernels.forms as forms; print(forms.__file__)\n"
+        "from fused_offload import FusedOffloadAdam, cli; cli.main(['plan', '--params', '1e9', '--json'])"
+    )
+    run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[0] == str(tmp_path / "kernels" / "forms.py")
+
+
 def test_kernels_refuses_to_be_a_top_level_module() -> None:
     run = subprocess.run([sys.executable, "-c", "import kernels"], cwd=ROOT, capture_output=True, text=True)
     assert run.returncode != 0

@@ -105,7 +105,9 @@ def install(
     if numerics not in (None, "ieee", "te"):
         raise ValueError(f"Invalid numerics: {numerics!r}, it should be 'ieee', 'te' or None")
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        raise ModuleNotFoundError("fused_offload.megatron needs Megatron-Core: pip install megatron-core")
+        raise ModuleNotFoundError(
+            "fused_offload.megatron needs Megatron-Core: pip install 'megatron-core>=0.19' (Python 3.12 or newer)"
+        )
     if offload is None:
         offload = OffloadConfig(window_bytes=window_bytes())
     settings = Settings(offload, numerics, checked_interval(log_interval), rounds_stochastically(stochastic_rounding))

@@ -15,4 +15,4 @@ DEFAULT_LINK_GBPS = 47.0
 """GB/s each way with both directions busy: measured on an H100 over PCIe 5 x16."""
 
 DEFAULT_TUNING_SECONDS = 35.0
-"""Measuring stops after about so long; starting and page-locking come on top."""
+"""Measuring stops after about so long; starting, page-locking and compiling come on top."""
