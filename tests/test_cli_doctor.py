@@ -65,6 +65,12 @@ BAD = [
         "warning",
         "cannot be imported: OSError: libcudnn",
     ),
+    (
+        dataclasses.replace(GOOD, versions={**GOOD.versions, "megatron-core": "0.16.1"}),
+        "Megatron-Core",
+        "warning",
+        "megatron-core 0.16.1; tested with 0.19.2",
+    ),
     (with_gpu(pin_error="refused [why]", h2d_gbps=None), "GPU 0: page-locking", "problem", "refused"),
     (dataclasses.replace(GOOD, memlock_bytes=64 * 2**10), "RLIMIT_MEMLOCK", "warning", "64 KiB"),
     (

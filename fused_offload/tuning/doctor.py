@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
@@ -202,11 +203,23 @@ def _host(machine: Machine) -> list[Finding]:
     return findings
 
 
+MEGATRON_TESTED = "0.19.2"
+
+
+def _is_old_megatron(version: str | None) -> bool:
+    numbers = [int(number) for number in re.findall(r"\d+", version or "")[:2]]
+    return len(numbers) == 2 and numbers < [0, 19]
+
+
 def _megatron(machine: Machine) -> list[Finding]:
     findings = []
     for what, module in (("TransformerEngine", "transformer_engine"), ("Megatron-Core", "megatron.core")):
         why = machine.missing[module]
-        if why in (None, NOT_FOUND):
+        if module == "megatron.core" and why is None and _is_old_megatron(machine.versions.get("megatron-core")):
+            found = f"megatron-core {machine.versions['megatron-core']}; tested with {MEGATRON_TESTED}"
+            advice = f"pip install 'megatron-core>={MEGATRON_TESTED}', with Python 3.12 or newer"
+            findings.append(Finding("warning", what, found, advice))
+        elif why in (None, NOT_FOUND):
             findings.append(Finding("ok", what, f"{why or 'found'} (optional)"))
         else:
             found = f"found, but it cannot be imported: {why}"
