@@ -10,6 +10,7 @@ PYTEST_ARGS ?=
 # Where `make bench` writes; commit the file, and bench/page.py shows it.
 BENCH_RESULTS ?= bench/results/$(shell date +%Y-%m-%d).json
 BENCH_ARGS ?=
+BENCH_LOOP_ARGS ?=
 
 .PHONY: setup test lint types pytest demo bench bench-smoke clean
 
@@ -38,6 +39,7 @@ demo: $(READY)
 bench: $(READY)
 	$(PYTHON_VENV) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make bench needs a CUDA GPU')"
 	$(PYTHON_VENV) -m pytest bench --results $(BENCH_RESULTS) $(BENCH_ARGS)
+	$(PYTHON_VENV) bench/train_loop.py --results $(BENCH_RESULTS:.json=-loop.json) $(BENCH_LOOP_ARGS)
 	$(PYTHON_VENV) bench/table.py $(BENCH_RESULTS)
 	$(PYTHON_VENV) bench/page.py
 	$(PYTHON_VENV) bench/check.py $(BENCH_RESULTS) || test $$? -eq 2 # nothing stored of this card

@@ -52,6 +52,20 @@ def wall_ms(run: Callable[[], Any], device: torch.device) -> float:
     return time_step(run, device).total_ms
 
 
+def mark(device: torch.device) -> Any:
+    """This moment on the device's current stream, or on the host's clock for a CPU."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def ms_between(begin: Any, end: Any) -> float:
+    """Milliseconds from one `mark` to another, which has happened."""
+    return (end - begin) * 1e3 if isinstance(begin, float) else float(begin.elapsed_time(end))
+
+
 def measure(
     benchmark: Any,
     run: Callable[[], T],

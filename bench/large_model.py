@@ -32,14 +32,14 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from clock import wall_ms
+from clock import mark, ms_between, wall_ms
 from copies_only import run_copies_only
+from gpt import Gpt
 from machine import machine_facts
 from quality import Size, Text, read_text, windows
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from train_loop import Gpt
 
 from fused_offload import FusedOffloadAdam, OffloadConfig, cli
 from fused_offload.hostmem import available_host_bytes
@@ -63,7 +63,7 @@ Record = dict[str, Any]
 
 
 class Decoder(Gpt):
-    """The GPT of `train_loop.py`, which keeps one tensor of each block, and few logits."""
+    """The GPT of `gpt.py`, which keeps one tensor of each block, and few logits."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[batch, length + 1]`` tokens to the mean loss, in float32."""
@@ -158,20 +158,6 @@ def predict(options: argparse.Namespace, gpu_bytes: int, host_bytes: int) -> Rec
 
 
 # -- one case, in a process of its own -------------------------------------------------------------------------------
-
-
-def mark(device: torch.device) -> Any:
-    """This moment on the device's current stream, or on the host's clock for a CPU."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def ms_between(begin: Any, end: Any) -> float:
-    """Milliseconds from one `mark` to another, which has happened."""
-    return (end - begin) * 1e3 if isinstance(begin, float) else float(begin.elapsed_time(end))
 
 
 def limits(options: argparse.Namespace) -> tuple[int, int]:

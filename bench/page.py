@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,26 +89,28 @@ class Results:
             elif "runs" in self.record:
                 yield from quality_lines(self.record["runs"])
             else:
-                yield from _loop_lines(self.loop) if self.loop else _megatron_lines(self.record)
+                yield from _loop_lines(self.record, self.loop) if self.loop else _megatron_lines(self.record)
 
 
-def _loop_lines(cases: dict[str, Record]) -> Iterator[str]:
-    header = ("case", "microbatches", "iteration, ms", "added, ms", "step alone, ms", "host GB", "peak GPU GB")
-    yield from markdown(
-        header,
-        (
-            (
-                name,
-                str(case["microbatches"]),
-                number(case["iteration_ms"], 4),
-                number(case.get("added_ms")) if case.get("host_bytes") else "",
-                number(case.get("step_alone_ms")),
-                number(case["host_bytes"] / 1e9) if case.get("host_bytes") else "",
-                number(case["peak_bytes"] / 1e9),
-            )
-            for name, case in cases.items()
-        ),
-    )
+def _loop_lines(record: Record, cases: dict[str, Record]) -> Iterator[str]:
+    columns: dict[str, Callable[[str, Record], str]] = {
+        "case": lambda name, case: name,
+        "microbatches": lambda name, case: str(case["microbatches"]),
+        "iteration, ms": lambda name, case: number(case["iteration_ms"], 4),
+        "over no optimizer, ms": lambda name, case: number(case.get("over_none_ms")) if name[:4] != "none" else "",
+        "added, ms": lambda name, case: number(case.get("added_ms")) if case.get("host_bytes") else "",
+        "step alone, ms": lambda name, case: number(case.get("step_alone_ms")),
+        "host GB": lambda name, case: number(case["host_bytes"] / 1e9) if case.get("host_bytes") else "",
+        "peak GPU GB": lambda name, case: number(case["peak_bytes"] / 1e9) if "peak_bytes" in case else "",
+        "note": lambda name, case: str(case.get("note", "")),
+    }
+    lines = {header: [text(name, case) for name, case in cases.items()] for header, text in columns.items()}
+    said = [header for header, texts in lines.items() if any(texts)]
+    yield from markdown(said, zip(*(lines[header] for header in said), strict=True))
+    for name, reason in record.get("skipped", {}).items():
+        yield from ("", f"Not measured: {name} ({reason})")
+    for name, reason in record.get("failed", {}).items():
+        yield from ("", f"**Failed: {name}**: {reason}")
 
 
 def _large_lines(record: Record) -> Iterator[str]:
@@ -293,10 +295,35 @@ def draw_loop(axis: Any, results: Results) -> None:
     axis.set(xlabel="ms", title="Added to an iteration with all state on the GPU")
 
 
+_TRAINED = (
+    "resident-12B-4",
+    "stream-12B-4",
+    "window-12B-4",
+    "resident-6B-4",
+    "stream-6B-4",
+    "window-6B-4",
+    "auto-6B-4",
+)
+
+
+def draw_training(axis: Any, results: Results) -> None:
+    """What ours and others add to an iteration without an optimizer."""
+    shown = {name: results.loop[name] for name in _TRAINED if name in results.loop}
+    shown |= {name: case for name, case in results.loop.items() if case.get("note")}
+    ordered = sorted(shown.items(), key=lambda item: -item[1]["over_none_ms"])
+    names = [
+        name.removesuffix("-4") if case.get("note") else f"FusedOffloadAdam, {name[:-2]}" for name, case in ordered
+    ]
+    colours = ["tab:blue" if case.get("note") else "tab:orange" for _, case in ordered]
+    axis.barh(names, [case["over_none_ms"] for _, case in ordered], color=colours)
+    axis.set(xlabel="ms", title="Added to an iteration without optimizer, 4 microbatches")
+
+
 _PICTURES = {
     "step": (draw_steps, lambda results: all(f"step/{form}/copies-only" in results.rows for form in _FORMS)),
     "peers": (draw_peers, lambda results: any(name.startswith("peers/torch-fused-cpu") for name in results.rows)),
     "loop": (draw_loop, lambda results: "window-6B-8" in results.loop),
+    "training": (draw_training, lambda results: "torch-fused-resident-4" in results.loop),
 }
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from cases import FORM_6B, FORM_12B, LR, WEIGHT_DECAY, StoredForm
+from clock import synchronize
 
 BETAS = (0.9, 0.999)
 EPS = 1e-8
@@ -50,11 +52,15 @@ class Peer(NamedTuple):
         name: of its row.
         note: what it keeps, and where.
         build: makes it from bfloat16 parameters with gradients.
+        build_to_train: the same for a training loop, which makes the gradients; None where ``build`` serves it, too.
+        note_to_train: what is particular about it there.
     """
 
     name: str
     note: str
     build: Callable[[list[torch.nn.Parameter]], Ready]
+    build_to_train: Callable[[list[torch.nn.Parameter]], Ready] | None = None
+    note_to_train: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -84,15 +90,23 @@ def _torch_cpu(params: list[torch.nn.Parameter]) -> Ready:
         assert original.grad is not None
         param.grad = original.grad.cpu().float()
     optimizer = torch.optim.AdamW(on_cpu, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True)
-    threads = min(CPU_THREADS, len(os.sched_getaffinity(0)))
 
     def step() -> None:
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        optimizer.step()
-        torch.set_num_threads(before)
+        with cpu_threads():
+            optimizer.step()
 
     return Ready(step, on_cpu)
+
+
+@contextlib.contextmanager
+def cpu_threads() -> Iterator[None]:
+    """Whatever OMP_NUM_THREADS says."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(min(CPU_THREADS, len(os.sched_getaffinity(0))))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _te(form: StoredForm) -> Callable[[list[torch.nn.Parameter]], Ready]:
@@ -102,12 +116,15 @@ def _te(form: StoredForm) -> Callable[[list[torch.nn.Parameter]], Ready]:
     return build
 
 
-def _torchao(params: list[torch.nn.Parameter]) -> Ready:
-    optimizer_class = import_peer("torchao.optim", "CPUOffloadOptimizer")
-    grads = [param.grad for param in params]
-    optimizer = optimizer_class(
+def _torchao_optimizer(params: list[torch.nn.Parameter]) -> Any:
+    return import_peer("torchao.optim", "CPUOffloadOptimizer")(
         params, torch.optim.AdamW, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
     )
+
+
+def _torchao(params: list[torch.nn.Parameter]) -> Ready:
+    grads = [param.grad for param in params]
+    optimizer = _torchao_optimizer(params)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -121,14 +138,35 @@ def _torchao(params: list[torch.nn.Parameter]) -> Ready:
 
 def _deepspeed(params: list[torch.nn.Parameter]) -> Ready:
     optimizer_class = import_peer("deepspeed.ops.adam", "DeepSpeedCPUAdam")
-    # As ZeRO-Offload uses it: float32 masters and gradients in page-locked memory, parameters cast and copied back.
-    masters = [param.detach().float().cpu().pin_memory().requires_grad_() for param in params]
-    for master in masters:
-        master.grad = torch.empty_like(master, pin_memory=True)
-    try:
-        optimizer = optimizer_class(masters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, adamw_mode=True)
-    except Exception as error:  # it is compiled now, for which compiler and ninja have to be there
-        pytest.skip(f"DeepSpeedCPUAdam cannot be built: {type(error).__name__}: {error}")
+
+    def make(masters: list[torch.Tensor]) -> Any:
+        try:
+            return optimizer_class(masters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, adamw_mode=True)
+        except Exception as error:  # it is compiled now, for which compiler and ninja have to be there
+            pytest.skip(f"DeepSpeedCPUAdam cannot be built: {type(error).__name__}: {error}")
+
+    return _with_masters_on_the_cpu(params, make)
+
+
+def _torch_cpu_in_training(params: list[torch.nn.Parameter]) -> Ready:
+    return _with_masters_on_the_cpu(
+        params,
+        lambda masters: torch.optim.AdamW(
+            masters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, foreach=False, fused=True
+        ),
+    )
+
+
+def _with_masters_on_the_cpu(params: list[torch.nn.Parameter], make: Callable[[list[torch.Tensor]], Any]) -> Ready:
+    """As ZeRO-Offload does it: float32 masters and gradients in page-locked memory, parameters cast and copied back."""
+    device = params[0].device
+    pin = device.type == "cuda"
+    masters = []
+    for param in params:
+        master = torch.empty(param.shape, dtype=torch.float32, pin_memory=pin).copy_(param.detach()).requires_grad_()
+        master.grad = torch.empty_like(master, pin_memory=pin)
+        masters.append(master)
+    optimizer = make(masters)
 
     @torch.no_grad()
     def step() -> None:
@@ -136,8 +174,9 @@ def _deepspeed(params: list[torch.nn.Parameter]) -> Ready:
             assert master.grad is not None
             assert param.grad is not None
             master.grad.copy_(param.grad, non_blocking=True)
-        torch.cuda.synchronize()
-        optimizer.step()
+        synchronize(device)
+        with cpu_threads():
+            optimizer.step()
         for master, param in zip(masters, params, strict=True):
             param.copy_(master, non_blocking=True)
 
@@ -184,10 +223,18 @@ PEERS = (
         "torch-fused-cpu",
         f"on the CPU, {CPU_THREADS} threads or all cores, float32 everything; nothing is moved",
         _torch_cpu,
+        _torch_cpu_in_training,
+        "gradients and parameters are copied",
     ),
     Peer("te-fused-adam-12B", "TransformerEngine, on the GPU: float32 master and moments", _te(FORM_12B)),
     Peer("te-fused-adam-6B", "TransformerEngine, on the GPU: remainder, bfloat16 moments", _te(FORM_6B)),
-    Peer("torchao-cpu-offload", "on the CPU: bfloat16 moments, no master; includes the copy of backward", _torchao),
+    Peer(
+        "torchao-cpu-offload",
+        "on the CPU: bfloat16 moments, no master; includes the copy of backward",
+        _torchao,
+        lambda params: Ready(_torchao_optimizer(params).step, params, extra_is_gpu_state=False),
+        "it copies gradients before they are clipped",
+    ),
     Peer(
         "deepspeed-cpu-adam", "on the CPU: float32 master and moments; gradients and parameters are copied", _deepspeed
     ),

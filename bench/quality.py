@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from gpt import Gpt
 from machine import machine_facts
 from quality_table import quality_lines
 from torch import nn
-from train_loop import Gpt
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 

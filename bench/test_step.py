@@ -21,6 +21,10 @@ from scale import DUPLEX_MIB, Scale
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 
+_MODEL_TENSORS = 150
+_MOST_HOST_SHARE = 0.25
+_LEAST_BYTES = 10**9  # smaller steps are over before the host is
+
 
 @contextmanager
 def offloaded(params: list[Any], offload: OffloadConfig, **arguments: Any) -> Iterator[FusedOffloadAdam]:
@@ -209,6 +213,36 @@ def test_many_small_tensors(benchmark: BenchmarkFixture, scale: Scale, rows: Row
             ratio_to_peer=median(total_ms) / few_ms,
         )
         rows.add(benchmark, row)
+
+
+def test_the_share_of_the_host(benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device) -> None:
+    """As many parameters as a model of some ten layers has: what the host does for them is little beside the copies."""
+    form, tensors = FORM_12B, min(_MODEL_TENSORS, scale.tensor_numel * scale.tensors)
+    numel = scale.tensor_numel * scale.tensors // tensors
+    params = make_params(numel, tensors, device)
+    with offloaded(params, OffloadConfig(), **form.arguments) as optimizer:
+        watch = Watch(params)
+        times = measure(
+            benchmark,
+            lambda: timed_step(optimizer, device),
+            rounds=scale.rounds,
+            warmup_rounds=scale.warmup_rounds,
+        )
+        watch.assert_trained()
+    state_bytes = form.state_bytes(numel, tensors) if device.type == "cuda" else None
+    total_ms, host_ms = [time.total_ms for time in times], median(time.host_ms for time in times)
+    row = make_row(
+        f"tensors/{_MODEL_TENSORS}",
+        total_ms,
+        params={"form": form.name, "tensors": tensors, "tensor_numel": numel},
+        numel=tensors * numel,
+        bytes_to_device=state_bytes,
+        bytes_to_host=state_bytes,
+        host_ms=host_ms,
+    )
+    rows.add(benchmark, row)
+    if state_bytes is not None and state_bytes >= _LEAST_BYTES:
+        assert host_ms < _MOST_HOST_SHARE * median(total_ms)
 
 
 def test_resident_against_torch(benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device) -> None:

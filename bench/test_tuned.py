@@ -17,6 +17,7 @@ from rows import Rows, make_row
 from scale import DUPLEX_MIB, Scale
 
 from fused_offload import OffloadConfig, profiles
+from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH
 from fused_offload.streaming import Streaming, default_streaming, streaming_of
 from fused_offload.tuning.choose import candidates, label
 from fused_offload.tuning.rig import NARROW, WIDE, Rig, rig
@@ -56,7 +57,10 @@ def test_tuned(
     with rig(numel, forms, device) as steps:
         state_bytes = steps.state_bytes
         auto = streaming_of(OffloadConfig(), device, state_bytes)
-        compared = {"defaults": default_streaming(state_bytes), "auto": auto}
+        fixed = Streaming(DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH)
+        compared = {"defaults": default_streaming(state_bytes), "fixed": fixed, "auto": auto}
+        profile = profiles.of(device)
+        predicted_ms = None if profile is None else profile.step_ms(state_bytes, steps.param_numel)
         swept: dict[Streaming, float] = {}
         if request.config.getoption("sweep"):
             swept = sweep(steps, {*candidates(state_bytes), auto}, more_often(scale.rounds, state_bytes))
@@ -90,6 +94,8 @@ def test_tuned(
     bound_ms = median(resident_ms[-len(rounds) :]) + link_ms
     for case, (name, samples_ms) in cases.items():
         note = f"{name}; {median(samples_ms) / bound_ms:.2f} x the resident step plus the link"
+        if case == "auto" and predicted_ms is not None:
+            note += f"; {predicted_ms:.3g} ms predicted"
         if case == "auto" and swept:
             note += f"; {median(samples_ms) / median(cases['fastest'][1]):.3f} x the fastest of {len(swept)} ways"
         row = make_row(
@@ -100,6 +106,7 @@ def test_tuned(
                 "way": name,
                 "peer": f"tuned/{form}-{numel}/defaults",
                 "resident_plus_link_ms": bound_ms,
+                **({"predicted_ms": predicted_ms} if case == "auto" else {}),
                 **({"sweep_ms": {label(way): ms for way, ms in swept.items()}} if case == "fastest" else {}),
             },
             numel=numel,

@@ -1,11 +1,13 @@
-"""What the optimizer adds to a training iteration: a GPT of 1.4 billion parameters, gradient clipping on.
+"""What an optimizer adds to a training iteration: a GPT of 1.4 billion parameters, gradient clipping on.
 
     python bench/train_loop.py --results FILE.json [--cases NAME ...]
+    python bench/train_loop.py --results FILE.json --tiny --device cpu    # seconds, says nothing
 
-Every case trains the same model for a few iterations, without a synchronisation between them. The time is that of
+Every case trains the same model for a few iterations, without a synchronisation between them: ours with its state on
+the GPU, streamed, and with a window; and the other optimizers of `peers.py` that are installed. The time is that of
 whole iterations as a training loop runs them: from the beginning of one forward pass on the GPU to that of a later one.
 So every timed iteration pays for the write-back of the one before, and none for that of the last, which ends under an
-iteration that is not timed. The baseline keeps all state on the GPU.
+iteration that is not timed.
 """
 
 from __future__ import annotations
@@ -13,16 +15,19 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import time
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
+import pytest
 import torch
+from clock import mark, ms_between, synchronize, time_step
+from gpt import Gpt
 from machine import machine_facts
+from peers import PEERS, Peer
 from torch import nn
-from torch.nn import functional
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 
@@ -36,49 +41,9 @@ FORMS: dict[str, dict[str, Any]] = {
         "exp_avg_sq_dtype": torch.bfloat16,
     },
     "10B": {"master_weights": True, "store_param_remainders": True},
+    "12B": {"master_weights": True},
 }
-
-
-class Block(nn.Module):
-    """A pre-norm transformer layer."""
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[batch, length, width]`` to the same."""
-        batch, length, width = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
-
-
-class Gpt(nn.Module):
-    """A decoder that returns its loss."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(args.vocab, args.width)
-        self.places = nn.Embedding(args.length, args.width)
-        self.blocks = nn.ModuleList(Block(args.width, args.width // 128) for _ in range(args.layers))
-        self.norm = nn.LayerNorm(args.width)
-        self.head = nn.Linear(args.width, args.vocab, bias=False)
-
-    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[batch, length]`` tokens to ``[batch, length, vocab]``."""
-        x = self.tokens(tokens) + self.places.weight
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[batch, length + 1]`` tokens to the mean loss."""
-        return functional.cross_entropy(self.logits(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+TINY = {"layers": 2, "width": 128, "vocab": 512, "length": 32, "batch": 2, "iterations": 2, "warmup": 1}
 
 
 class Case(NamedTuple):
@@ -86,10 +51,11 @@ class Case(NamedTuple):
 
     Attributes:
         microbatches: of an iteration.
-        form: key of `FORMS`, or None for a loop without optimizer.
+        form: key of `FORMS`, or None for a loop without our optimizer.
         config: how the state moves.
         half: whether the window is half of the state.
         full_gpu: whether the GPU has no more memory than the loop without an optimizer took, and the ring.
+        peer: another optimizer.
     """
 
     microbatches: int
@@ -97,6 +63,7 @@ class Case(NamedTuple):
     config: OffloadConfig | None = None
     half: bool = False
     full_gpu: bool = False
+    peer: Peer | None = None
 
 
 def all_cases() -> dict[str, Case]:
@@ -118,8 +85,45 @@ def all_cases() -> dict[str, Case]:
         "stream-6B-8": Case(8, "6B", OffloadConfig()),
         "resident-10B-8": Case(8, "10B", resident),
         "window-10B-8": Case(8, "10B", everything),
+        "resident-12B-4": Case(4, "12B", resident),
+        "stream-12B-4": Case(4, "12B", OffloadConfig()),
+        "window-12B-4": Case(4, "12B", everything),
+        **{f"{peer.name}-4": Case(4, None, peer=peer) for peer in PEERS},
         "resident-6B-4-again": Case(4, "6B", resident),
     }
+
+
+class Trained(NamedTuple):
+    """An optimizer in a training loop.
+
+    Attributes:
+        ours: it, if it is ours.
+        attachment: of ours to the model, if it has a window.
+        step: takes the gradients of an iteration.
+        finish: waits for what a step left under way.
+    """
+
+    ours: FusedOffloadAdam | None
+    attachment: Any
+    step: Any
+    finish: Any = None
+
+
+def optimizer_of(case: Case, model: nn.Module) -> Trained | None:
+    """The optimizer of a case, if it has one."""
+    params = list(model.parameters())
+    if case.peer is not None:
+        build = case.peer.build_to_train or case.peer.build
+        return Trained(None, None, build(params).step)
+    if case.form is None:
+        return None
+    config = case.config or OffloadConfig()
+    if case.half:
+        numel = sum(param.numel() for param in params)
+        config = OffloadConfig(window_bytes=numel * int(case.form[:-1]) // 2)
+    ours = FusedOffloadAdam(params, lr=1e-4, weight_decay=0.1, offload=config, **FORMS[case.form])
+    attachment = ours.attach(model, microbatches=case.microbatches) if config.window_bytes else None
+    return Trained(ours, attachment, ours.step, ours.synchronize)
 
 
 def train(case: Case, args: argparse.Namespace, baseline: dict[str, Any]) -> dict[str, Any]:
@@ -130,83 +134,84 @@ def train(case: Case, args: argparse.Namespace, baseline: dict[str, Any]) -> dic
         args: the command line.
         baseline: result of the loop without an optimizer, if it has run.
     """
-    total_bytes = torch.cuda.get_device_properties(0).total_memory
-    allowed_bytes, warmup = total_bytes, args.warmup
-    if case.full_gpu:
-        # A little more for the allocator's rounding, and iterations in which the window finds its size.
-        allowed_bytes = int(1.02 * baseline["peak_reserved_bytes"]) + RING_BYTES
-        warmup += 6
-    torch.cuda.set_per_process_memory_fraction(allowed_bytes / total_bytes)
+    device, warmup = torch.device(args.device), args.warmup
+    if device.type == "cuda":
+        total_bytes = torch.cuda.get_device_properties(device).total_memory
+        allowed_bytes = total_bytes
+        if case.full_gpu:
+            # A little more for the allocator's rounding, and iterations in which the window finds its size.
+            allowed_bytes = int(1.02 * baseline["peak_reserved_bytes"]) + RING_BYTES
+            warmup += 6
+        torch.cuda.set_per_process_memory_fraction(allowed_bytes / total_bytes)
     torch.manual_seed(0)
-    with torch.device("cuda"):
+    with device:
         model = Gpt(args).bfloat16()
     params = list(model.parameters())
-    numel = sum(param.numel() for param in params)
-    optimizer = attachment = None
-    if case.form is not None:
-        config = case.config or OffloadConfig()
-        if case.half:
-            config = OffloadConfig(window_bytes=numel * int(case.form[:-1]) // 2)
-        optimizer = FusedOffloadAdam(params, lr=1e-4, weight_decay=0.1, offload=config, **FORMS[case.form])
-        if config.window_bytes:
-            attachment = optimizer.attach(model, microbatches=case.microbatches)
-    tokens = torch.randint(0, args.vocab, (args.batch, args.length + 1), device="cuda")
-    window = []
-    begins = [torch.cuda.Event(enable_timing=True) for _ in range(warmup + args.iterations + 1)]
-    for iteration, begin in enumerate(begins):
-        if iteration == warmup:
-            torch.cuda.reset_peak_memory_stats()
-        begin.record()
+    trained = optimizer_of(case, model)
+    tokens = torch.randint(0, args.vocab, (args.batch, args.length + 1), device=device)
+    window, begins = [], []
+    for iteration in range(warmup + args.iterations + 1):
+        if iteration == warmup and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        begins.append(mark(device))
         for _ in range(case.microbatches):
             (model(tokens) / case.microbatches).backward()
         nn.utils.clip_grad_norm_(params, 1.0)
-        if optimizer is not None:
-            window.append(sum(block.nbytes for block in optimizer._stepper.engine.window()))
-            optimizer.step()
+        if trained is not None:
+            if trained.ours is not None:
+                window.append(trained.ours.window_bytes())
+            trained.step()
         model.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
+    synchronize(device)
     timed = begins[warmup:]
     result = {
         "microbatches": case.microbatches,
         "form": case.form,
-        "param_numel": numel,
-        "iteration_ms": timed[0].elapsed_time(timed[-1]) / args.iterations,
-        "iterations_ms": [begin.elapsed_time(end) for begin, end in pairwise(timed)],
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
-        "allocation_retries": torch.cuda.memory_stats()["num_alloc_retries"],
+        "param_numel": sum(param.numel() for param in params),
+        "iteration_ms": ms_between(timed[0], timed[-1]) / args.iterations,
+        "iterations_ms": [ms_between(begin, end) for begin, end in pairwise(timed)],
         "window_bytes": window,
     }
-    if optimizer is not None:
-        if attachment is not None:
-            attachment.detach()
-        report = optimizer.memory_report()
-        result |= {"host_bytes": sum(report.host_bytes.values()), "ring_bytes": report.ring_bytes}
-        result["prefetch_seconds"] = optimizer._stepper.engine.prefetch_seconds()
-        if result["host_bytes"]:
-            result["step_report"] = optimizer.last_step_report()
-            result["step_alone_ms"] = step_alone_ms(optimizer, params)
-        optimizer.close()
+    if case.peer is not None:
+        result["note"] = "; ".join(filter(None, (case.peer.note, case.peer.note_to_train)))
+    if device.type == "cuda":
+        result |= {
+            "peak_bytes": torch.cuda.max_memory_allocated(device),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
+            "allocation_retries": torch.cuda.memory_stats(device)["num_alloc_retries"],
+        }
+    if trained is not None:
+        result |= afterwards(trained, params, device)
+    assert all(param.isfinite().all() for param in params), "a parameter is not finite"
     return result
 
 
-def step_alone_ms(optimizer: FusedOffloadAdam, params: list[nn.Parameter]) -> float:
-    """Time of a step with nothing beside it, write-back included."""
+def afterwards(trained: Trained, params: list[nn.Parameter], device: torch.device) -> dict[str, Any]:
+    """Where state is, and how long a step takes with nothing beside it."""
+    result: dict[str, Any] = {}
+    if trained.attachment is not None:
+        trained.attachment.detach()
+    if trained.ours is not None:
+        report = trained.ours.memory_report()
+        result |= {"host_bytes": sum(report.host_bytes.values()), "ring_bytes": report.ring_bytes}
+        result["prefetch_seconds"] = trained.ours._stepper.engine.prefetch_seconds()
+        if device.type == "cuda" and result["host_bytes"]:
+            result["step_report"] = trained.ours.last_step_report()
     for param in params:
         param.grad = torch.zeros_like(param)
-    samples = []
-    for _ in range(4):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        optimizer.step()
-        optimizer.synchronize()
-        samples.append((time.perf_counter() - start) * 1e3)
-    return sorted(samples[1:])[1]
+    samples = [time_step(trained.step, device, trained.finish).total_ms for _ in range(4)]
+    result["step_alone_ms"] = median(samples[1:])
+    if trained.ours is not None:
+        trained.ours.close()
+    return result
 
 
 def add_ratios(results: dict[str, Any]) -> None:
-    """What each case adds to the resident one of the same form and microbatches."""
+    """What each case adds to the resident one of the same form and microbatches, and to the loop without optimizer."""
+    without = {row["microbatches"]: row["iteration_ms"] for name, row in results.items() if name.startswith("none")}
     for row in results.values():
+        if row["microbatches"] in without:
+            row["over_none_ms"] = row["iteration_ms"] - without[row["microbatches"]]
         same = [
             other["iteration_ms"]
             for name, other in results.items()
@@ -219,11 +224,13 @@ def add_ratios(results: dict[str, Any]) -> None:
             row["added_share"] = row["iteration_ms"] / baseline - 1
 
 
-def main() -> None:
-    """Runs the cases and writes the results."""
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, required=True, metavar="FILE.json")
     parser.add_argument("--cases", nargs="+", choices=list(all_cases()), default=list(all_cases()))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model that trains in seconds")
     parser.add_argument("--iterations", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--layers", type=int, default=24)
@@ -231,30 +238,51 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=50304)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)
-    args = parser.parse_args()
-    if any(all_cases()[name].full_gpu for name in args.cases) and "none-4" not in args.cases:
+    options = parser.parse_args(arguments)
+    if options.tiny:
+        for name, value in TINY.items():
+            setattr(options, name, value)
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA GPU; --tiny --device cpu runs without one, and says nothing about speed")
+    if torch.device(options.device).type != "cuda":
+        options.cases = [name for name in options.cases if not all_cases()[name].full_gpu]
+    elif any(all_cases()[name].full_gpu for name in options.cases) and "none-4" not in options.cases:
         parser.error("a full GPU is one that has what the case none-4 took: run that first")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Runs the cases and writes the results."""
+    args = parse(arguments)
     results: dict[str, Any] = {}
+    skipped: dict[str, str] = {}
+    failed: dict[str, str] = {}
     for name in args.cases:
         try:
             results[name] = train(all_cases()[name], args, results.get("none-4", {}))
-        except torch.OutOfMemoryError as error:  # the other cases are worth running
-            print(f"{name}: {error!r}", flush=True)
+        except pytest.skip.Exception as reason:  # a peer that is not installed
+            skipped[name] = str(reason)
+        except Exception as error:  # the other cases are worth running
+            failed[name] = f"{type(error).__name__}: {error}"
         gc.collect()
-        torch.cuda.empty_cache()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
         add_ratios(results)
-        if name in results:
-            row = results[name]
-            print(
-                f"{name}: {row['iteration_ms']:.1f} ms, added {row.get('added_ms', 0):.1f}, "
-                f"peak {row['peak_bytes'] / 1e9:.2f} GB, window {row['window_bytes'][-1:]}, "
-                f"prefetch {row.get('prefetch_seconds')}, alone {row.get('step_alone_ms')}",
-                flush=True,
-            )
+        print(in_words(name, results.get(name), skipped.get(name) or failed.get(name)), flush=True)
+        record = {"machine": machine_facts(), "cases": results, "skipped": skipped, "failed": failed}
         args.results.parent.mkdir(parents=True, exist_ok=True)
-        args.results.write_text(
-            json.dumps({"machine": machine_facts(), "cases": results}, indent=1, default=asdict) + "\n"
-        )
+        args.results.write_text(json.dumps(record, indent=1, default=asdict) + "\n")
+
+
+def in_words(name: str, row: dict[str, Any] | None, otherwise: str | None) -> str:
+    """One line for a case."""
+    if row is None:
+        return f"{name}: {otherwise}"
+    return (
+        f"{name}: {row['iteration_ms']:.1f} ms, added {row.get('added_ms', 0):.1f}, over no optimizer "
+        f"{row.get('over_none_ms', 0):.1f}, peak {row.get('peak_bytes', 0) / 1e9:.2f} GB, window "
+        f"{row['window_bytes'][-1:]}, prefetch {row.get('prefetch_seconds')}, alone {row.get('step_alone_ms')}"
+    )
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ EXPECTED_ROWS = {
     "step/4B/whole-step",
     "tensors/few",
     "tensors/many",
+    "tensors/150",
     "resident/torch-fused",
     "resident/fraction-0",
     "drift/early",
@@ -126,6 +127,34 @@ def test_the_largest_model_is_what_the_plan_allows(tmp_path: Path, monkeypatch: 
     assert f"| {search['param_numel']:,} |" in text
     assert "Largest model, bf16-in-backward" in text
     assert results["machine"]["versions"]["torch"] == torch.__version__
+
+
+def test_training_with_each_optimizer_runs_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program = importlib.import_module("train_loop")
+    names = ["none-4", "resident-6B-4", "window-6B-4", "auto-6B-4-full-gpu", "resident-12B-4"]
+    names += ["torch-fused-resident-4", "torch-fused-cpu-4", "bitsandbytes-paged-8bit-4"]
+    path = tmp_path / "loop.json"
+    monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    program.main(["--tiny", "--device", "cpu", "--results", str(path), "--cases", *names])
+    record = json.loads(path.read_text())
+    assert record["failed"] == {}
+    assert list(record["skipped"]) == ["bitsandbytes-paged-8bit-4"]
+    assert list(record["cases"]) == [name for name in names if name not in (*record["skipped"], "auto-6B-4-full-gpu")]
+    none = record["cases"]["none-4"]["iteration_ms"]
+    for name, case in record["cases"].items():
+        assert len(case["iterations_ms"]) == 2
+        assert sum(case["iterations_ms"]) == pytest.approx(2 * case["iteration_ms"])
+        assert case["over_none_ms"] == pytest.approx(case["iteration_ms"] - none)
+        assert ("step_alone_ms" in case) == (name != "none-4")
+    assert record["cases"]["window-6B-4"]["host_bytes"] == pytest.approx(
+        6 * record["cases"]["none-4"]["param_numel"], rel=0.02
+    )
+    text = "\n".join(importlib.import_module("page").Results(path).lines())
+    assert "| over no optimizer, ms |" in text
+    assert "| torch-fused-cpu-4 | 4 | " in text
+    assert "gradients and parameters are copied |" in text
+    assert "Not measured: bitsandbytes-paged-8bit-4 (bitsandbytes.optim.PagedAdamW8bit cannot be imported" in text
 
 
 def test_the_step_on_several_gpus_at_once_runs_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
