@@ -536,6 +536,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model that trains in seconds")
     options = parser.parse_args(arguments)
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA GPU; --tiny --device cpu runs without one, and says nothing about speed")
     if options.tiny:
         vars(options).update(TINY)
     if options.microbatches is None:

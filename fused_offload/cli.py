@@ -21,7 +21,7 @@ from .tuning.terms import DEFAULT_LINK_GBPS, DEFAULT_TUNING_SECONDS, DTYPES, MAS
 _PLAN_EXAMPLES = """\
 GB = 1e9 bytes, GiB = 2^30, MiB = 2^20. Counts may end in K, M, B or T, bytes in any of kB, MB, GB, TB, KiB, MiB, GiB,
 TiB. Exit codes: 0 planned, also what does not fit (the table and the JSON say so), 2 it cannot be. Examples:
-  fused-offload plan --params 13B --gpu-memory 80 --host-memory 128GiB --other-gpu 12
+  fused-offload plan --params 13B --master remainder --moments bf16 --gpu-memory 80 --host-memory 128GiB --other-gpu 12
   fused-offload plan --config config.json --master remainder --moments bf16 --data-parallel 8 --ranks-per-node 8
   fused-offload plan --layers 32 --hidden 4096 --ffn 14336 --heads 32 --kv-heads 8 --vocab 128256 --json
 """

@@ -50,6 +50,9 @@ def _shown_without_kwargs(function: Any) -> Any:
     return function
 
 
+_NO_WINDOW = "{} does nothing: there is no window. Set OffloadConfig(window_bytes=...), a number of bytes or 'auto'."
+
+
 class FusedOffloadAdam(torch.optim.Optimizer):
     """Adam and AdamW whose state lives in host memory; a drop-in for TransformerEngine's FusedAdam and torch's AdamW.
 
@@ -589,9 +592,16 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: with ``window_bytes="auto"`` and no attached model, of which it would learn.
+
+        Warns:
+            UserWarning: without a window.
         """
         self._check_usable()
         window = self.offload.window_bytes
+        if window == 0:
+            if self._attachment is None:  # else attach() has said so, and its hooks call this
+                warnings.warn(_NO_WINDOW.format("prefetch()"), stacklevel=2)
+            return
         if window == "auto" and self._attachment is None:
             raise RuntimeError(
                 "OffloadConfig(window_bytes='auto') learns from a model: call attach(model), or give a number of bytes"
@@ -619,6 +629,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         """
         self._check_usable()
         check_attachment(models, microbatches)
+        if self.offload.window_bytes == 0:
+            warnings.warn(_NO_WINDOW.format("attach()"), stacklevel=2)
         if self._attachment is not None:
             self._attachment.detach()
         self._attachment = Attachment(

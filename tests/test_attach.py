@@ -232,7 +232,7 @@ def test_a_closed_optimizer_leaves_the_model_alone() -> None:
 @pytest.mark.parametrize("microbatches", [0, -1, True, 1.5, "2"])
 def test_microbatches_are_checked(microbatches: Any) -> None:
     model = torch.nn.Linear(2, 2)
-    optimizer = FusedOffloadAdam(model.parameters())
+    optimizer = FusedOffloadAdam(model.parameters(), offload=OffloadConfig(window_bytes=2**20))
     attachment = optimizer.attach(model)
     with pytest.raises(ValueError, match="microbatches"):
         optimizer.attach(model, microbatches=microbatches)
@@ -241,7 +241,7 @@ def test_microbatches_are_checked(microbatches: Any) -> None:
 
 def test_what_is_no_model_is_refused() -> None:
     model = torch.nn.Linear(2, 2)
-    optimizer = FusedOffloadAdam(model.parameters())
+    optimizer = FusedOffloadAdam(model.parameters(), offload=OffloadConfig(window_bytes=2**20))
     attachment = optimizer.attach(model)
     with pytest.raises(ValueError, match="needs the model"):
         optimizer.attach()
@@ -282,6 +282,19 @@ def test_a_compiled_model_does_not_look_into_the_hook(monkeypatch: pytest.Monkey
     assert events == ["prefetch", "forward", "step"]
 
 
+def test_without_a_window_they_say_that_they_do_nothing() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = FusedOffloadAdam(model.parameters())
+    with pytest.warns(UserWarning, match=r"^prefetch\(\) does nothing: there is no window"):
+        optimizer.prefetch()
+    with pytest.warns(UserWarning, match=r"^attach\(\) does nothing"):
+        optimizer.attach(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        optimizer.prefetch()  # its hooks do so at every step
+
+
+@pytest.mark.filterwarnings("ignore:attach.. does nothing")
 @pytest.mark.parametrize("window", [0, 2**20, "auto"])
 def test_on_the_cpu_it_changes_nothing(window: Any) -> None:
     torch.manual_seed(0)

@@ -231,6 +231,34 @@ def test_where_nothing_limits_it_there_is_no_largest_model(capsys: pytest.Captur
     assert "no limit" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            ["--host-memory", "128"],
+            ["The host is too small. It would hold --master remainder --moments bf16: 78.000 GB."],
+        ),
+        (["--host-memory", "140"], ["It would hold --master remainder --moments fp32: 130.000 GB."]),
+        (["--host-memory", "20"], ["The host is too small. Spread the state over more hosts"]),
+        (["--host-memory", "128", "--param-dtype", "fp32", "--moments", "fp32"], []),
+        (["--host-memory", "100", "--param-dtype", "fp32"], ["Spread the state"]),
+        (["--gpu-memory", "40"], ["The GPU is too small. It would hold --step-in-backward: 26.176 GB."]),
+        (["--gpu-memory", "20", "--data-parallel", "4"], ["It would hold --shard-params: 13.151 GB."]),
+        (["--gpu-memory", "60", "--fraction", "0.5"], ["It would hold --fraction 1: 52.151 GB."]),
+        (["--gpu-memory", "20"], ["The GPU is too small. Share the model between more GPUs"]),
+        (["--gpu-memory", "10", "--host-memory", "10"], ["The host is too small", "The GPU is too small"]),
+        (["--gpu-memory", "80", "--host-memory", "256"], []),
+    ],
+)
+def test_what_does_not_fit_comes_with_what_would(
+    arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    notes = [note for note in plan(capsys, "--params", "13e9", *arguments)["notes"] if "too small" in note]
+    assert len(notes) == len(words)
+    for note, expected in zip(notes, words, strict=True):
+        assert expected in note
+
+
 def test_gradients_are_as_wide_as_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     for dtype, nbytes in (("fp32", 4), ("bf16", 2)):
         report = plan(capsys, "--params", "1e9", "--param-dtype", dtype)

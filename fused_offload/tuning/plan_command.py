@@ -18,6 +18,7 @@ from fused_offload.in_backward import PART_BYTES
 from fused_offload.profiles import Choice, Found, Profile
 from fused_offload.streaming import streaming_of
 
+from .advice import advice
 from .budget import Memory, StepTime, Training, largest_model, memory_of, profile_step_time, step_time
 from .sizes import MEGATRON_SIZES, Decoder, count_config, head_dim_of
 from .terms import DEFAULT_LINK_GBPS, MOST_PARAMS
@@ -198,7 +199,7 @@ def plan(options: argparse.Namespace) -> int:
             "link_assumed": prediction.source == "assumption",
             "source": prediction.source,
         },
-        "notes": _notes(options, memory, prediction, found),
+        "notes": [*_notes(options, memory, prediction, found), *advice(numel, training, **limits)],
     }
     if options.json:
         print(json.dumps(report, indent=2))
