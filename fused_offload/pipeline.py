@@ -43,7 +43,7 @@ numbers and bias corrections from beside it, a gradient scaler's signals from ce
 capture's key. The first step of a kind is enqueued as ever, since no kernel can be loaded in a capture. The caller's
 stream waits for both copy streams before a replay, and they for it behind.
 
-[Note: all or nothing] Whatever can fail (checks, the ring, the table's memory, compilation) happens in
+[Note: all or nothing] Whatever can fail (checks, the ring, the table's memory, compiling and loading) happens in
 `Pipeline.prepare`, before the first launch; captures are made there, too.
 """
 
