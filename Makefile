@@ -39,7 +39,7 @@ demo: $(READY)
 bench: $(READY)
 	$(PYTHON_VENV) -c "import sys, torch; sys.exit(None if torch.cuda.is_available() else 'make bench needs a CUDA GPU')"
 	$(PYTHON_VENV) -m pytest bench --results $(BENCH_RESULTS) $(BENCH_ARGS)
-	$(PYTHON_VENV) bench/train_loop.py --results $(BENCH_RESULTS:.json=-loop.json) $(BENCH_LOOP_ARGS)
+	$(PYTHON_VENV) bench/train_loop.py --results $(basename $(BENCH_RESULTS))-loop.json $(BENCH_LOOP_ARGS)
 	$(PYTHON_VENV) bench/table.py $(BENCH_RESULTS)
 	$(PYTHON_VENV) bench/page.py
 	$(PYTHON_VENV) bench/check.py $(BENCH_RESULTS) || test $$? -eq 2 # nothing stored of this card

@@ -18,6 +18,8 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve()
 # Tests go by the defaults, not by what was measured on this machine. The folder need not exist.
 os.environ["FUSED_OFFLOAD_PROFILES"] = str(_ROOT / ".no-profiles")
 
+os.environ["COLUMNS"] = "200"  # of the tables that are looked at, whatever terminal this is
+
 if not torch.cuda.is_available():
     # Read by Triton when it decorates a kernel, so it must be set before any module of ours is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")

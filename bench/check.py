@@ -89,6 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"{path} cannot be read: {error}")
         return 3
+    if not isinstance(results, dict):
+        print(f"{path} is no results file")
+        return 3
     if (reason := unfit(results)) is not None:
         print(f"{path}: {reason}")
         return 3

@@ -323,7 +323,7 @@ _PICTURES = {
     "step": (draw_steps, lambda results: all(f"step/{form}/copies-only" in results.rows for form in _FORMS)),
     "peers": (draw_peers, lambda results: any(name.startswith("peers/torch-fused-cpu") for name in results.rows)),
     "loop": (draw_loop, lambda results: "window-6B-8" in results.loop),
-    "training": (draw_training, lambda results: "torch-fused-resident-4" in results.loop),
+    "training": (draw_training, lambda results: {"torch-fused-resident-4", "none-4"} <= results.loop.keys()),
 }
 
 

@@ -53,7 +53,7 @@ class Peer(NamedTuple):
         note: what it keeps, and where.
         build: makes it from bfloat16 parameters with gradients.
         build_to_train: the same for a training loop, which makes the gradients; None where ``build`` serves it, too.
-        note_to_train: what is particular about it there.
+        note_to_train: the note there, where it is another.
     """
 
     name: str
@@ -224,7 +224,7 @@ PEERS = (
         f"on the CPU, {CPU_THREADS} threads or all cores, float32 everything; nothing is moved",
         _torch_cpu,
         _torch_cpu_in_training,
-        "gradients and parameters are copied",
+        f"on the CPU, {CPU_THREADS} threads or all cores, float32 everything; gradients and parameters are copied",
     ),
     Peer("te-fused-adam-12B", "TransformerEngine, on the GPU: float32 master and moments", _te(FORM_12B)),
     Peer("te-fused-adam-6B", "TransformerEngine, on the GPU: remainder, bfloat16 moments", _te(FORM_6B)),
@@ -233,7 +233,7 @@ PEERS = (
         "on the CPU: bfloat16 moments, no master; includes the copy of backward",
         _torchao,
         lambda params: Ready(_torchao_optimizer(params).step, params, extra_is_gpu_state=False),
-        "it copies gradients before they are clipped",
+        "on the CPU: bfloat16 moments, no master; copies gradients before they are clipped",
     ),
     Peer(
         "deepspeed-cpu-adam", "on the CPU: float32 master and moments; gradients and parameters are copied", _deepspeed

@@ -15,6 +15,8 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import sys
+import traceback
 from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
@@ -173,7 +175,7 @@ def train(case: Case, args: argparse.Namespace, baseline: dict[str, Any]) -> dic
         "window_bytes": window,
     }
     if case.peer is not None:
-        result["note"] = "; ".join(filter(None, (case.peer.note, case.peer.note_to_train)))
+        result["note"] = case.peer.note_to_train or case.peer.note
     if device.type == "cuda":
         result |= {
             "peak_bytes": torch.cuda.max_memory_allocated(device),
@@ -251,8 +253,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Runs the cases and writes the results."""
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the cases and writes the results. Exit codes: 0 all that is installed ran, 1 some failed."""
     args = parse(arguments)
     results: dict[str, Any] = {}
     skipped: dict[str, str] = {}
@@ -263,6 +265,7 @@ def main(arguments: list[str] | None = None) -> None:
         except pytest.skip.Exception as reason:  # a peer that is not installed
             skipped[name] = str(reason)
         except Exception as error:  # the other cases are worth running
+            traceback.print_exc()
             failed[name] = f"{type(error).__name__}: {error}"
         gc.collect()
         if torch.cuda.is_available():
@@ -272,18 +275,23 @@ def main(arguments: list[str] | None = None) -> None:
         record = {"machine": machine_facts(), "cases": results, "skipped": skipped, "failed": failed}
         args.results.parent.mkdir(parents=True, exist_ok=True)
         args.results.write_text(json.dumps(record, indent=1, default=asdict) + "\n")
+    return int(bool(failed))
 
 
 def in_words(name: str, row: dict[str, Any] | None, otherwise: str | None) -> str:
     """One line for a case."""
     if row is None:
         return f"{name}: {otherwise}"
-    return (
-        f"{name}: {row['iteration_ms']:.1f} ms, added {row.get('added_ms', 0):.1f}, over no optimizer "
-        f"{row.get('over_none_ms', 0):.1f}, peak {row.get('peak_bytes', 0) / 1e9:.2f} GB, window "
-        f"{row['window_bytes'][-1:]}, prefetch {row.get('prefetch_seconds')}, alone {row.get('step_alone_ms')}"
-    )
+    parts = [f"{row['iteration_ms']:.1f} ms"]
+    for key, words in (("added_ms", "added"), ("over_none_ms", "over no optimizer"), ("step_alone_ms", "step alone")):
+        if key in row:
+            parts.append(f"{words} {row[key]:.1f} ms")
+    if "peak_bytes" in row:
+        parts.append(f"peak {row['peak_bytes'] / 1e9:.2f} GB")
+    if any(row["window_bytes"]):
+        parts.append(f"window {row['window_bytes'][-1] / 1e9:.2f} GB")
+    return f"{name}: {', '.join(parts)}"
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

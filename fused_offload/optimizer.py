@@ -626,6 +626,9 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         Raises:
             TypeError: for models that are none.
             ValueError: without a model, and for microbatches below 1.
+
+        Warns:
+            UserWarning: without a window.
         """
         self._check_usable()
         check_attachment(models, microbatches)

@@ -85,18 +85,27 @@ class PinnedSlab:
 
 
 _registered: list[tuple[int, Any]] = []
-"""Memory that nobody has any more, but that is registered still, and its mapping."""
+"""Memory that was dropped in a capture, and its mapping."""
 
 
 def _unregister(address: int, pid: int, mapping: Any) -> None:
     """Finalizer; holds the mapping so that the memory outlives its registration."""
     if os.getpid() != pid:  # a forked child has neither the memory nor a usable CUDA context
         return
-    _registered.append((address, mapping))
-    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return  # garbage is collected at any time, but waiting for the device would end the capture
+    if _is_capturing():  # garbage is collected at any time, but waiting for the device would end the capture
+        _registered.append((address, mapping))
+        return
+    cuda_driver.unregister_host_memory(address)
     while _registered:
-        cuda_driver.unregister_host_memory(_registered.pop()[0])
+        dropped = _registered.pop()  # and held until it is unregistered
+        cuda_driver.unregister_host_memory(dropped[0])
+
+
+def _is_capturing() -> bool:
+    try:
+        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    except RuntimeError:  # the context is gone
+        return False
 
 
 def _touch(address: int, nbytes: int) -> None:

@@ -279,7 +279,9 @@ def _differences(key: MachineKey, others: Iterable[Path]) -> str:
             other = load(path).key
         except ValueError:
             continue
-        different = _different(other, key) or [f"this one, but in {path.name}: call it {key.file_name}"]
+        different = _different(other, key)
+        if not different:
+            return f"there is one, but it is called {path.name}, not {key.file_name}"
         if best is None or len(different) < len(best):
             best = different
     return "what there is cannot be read" if best is None else f"there is one of {'; '.join(best)}"

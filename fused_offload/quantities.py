@@ -12,7 +12,8 @@ import argparse
 import re
 from collections.abc import Mapping
 
-from .tuning.terms import MOST_PARAMS
+MOST_PARAMS = 10**18
+"""Counts and numbers are below."""
 
 _LEAST_LINK_GBPS = 1e-3
 _LEAST_BYTES = 1024  # who asks for fewer meant another unit
@@ -113,7 +114,8 @@ def whole_bytes(text: str) -> float:
     if not value.is_integer():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of bytes")
     if 0 < value < _LEAST_BYTES:
-        raise argparse.ArgumentTypeError(f"{text!r} is {value:g} bytes; give a unit, as in {value:g}MiB")
+        unit = f", or a unit, as in {text}MiB" if text.strip().isdecimal() else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is {value:g} bytes; give at least {_LEAST_BYTES}{unit}")
     return value
 
 
@@ -143,7 +145,7 @@ def window_bytes(text: str) -> int | str:
     try:
         return int(whole_bytes(text))
     except argparse.ArgumentTypeError as error:
-        raise argparse.ArgumentTypeError(f"{error}, nor auto") from None
+        raise argparse.ArgumentTypeError(f"{error}; or give auto") from None
 
 
 def positive_int(text: str) -> int:

@@ -296,6 +296,17 @@ def test_packages_that_fail_are_not_taken_for_missing_ones(tmp_path: Path, monke
     assert machine._why_missing("torch.cuda") is None
 
 
+def test_no_word_of_the_table_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    path = "/home/someuser/.local/share/fused-offload/profiles/NVIDIA-H100-80GB-HBM3-b9e0f0a47f29.json"
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(doctor_command, "read_machine", lambda: with_gpu(profile=f"of today, {path}"))
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "…" not in out
+    column = "".join(line.split("│")[3].strip() for line in out.splitlines() if line.count("│") == 5)
+    assert path in column
+
+
 def test_copies_are_timed_and_refusals_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     # The CPU in the GPU's place: the copies are real, their speed means nothing.
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())

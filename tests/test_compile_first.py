@@ -14,6 +14,7 @@ import cpu_pipeline
 
 from fused_offload import FusedOffloadAdam, OffloadConfig, stepper
 from fused_offload.kernels import adam
+from fused_offload.kernels.reference import adam_scalars
 from fused_offload.pipeline import Pipeline
 
 pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
@@ -166,3 +167,12 @@ def test_what_is_compiled_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     nothing: Any = None
     COMPILE_STEP(nothing, nothing, nothing, nothing, nothing)
     assert done == ["compiled", "loaded"]
+
+
+def test_a_mode_that_is_given_as_a_number_is_no_other_kernel() -> None:
+    """TransformerEngine keeps 1 and 0; Triton tells constants apart by how they are written."""
+    for mode in (1, True):
+        scalars = adam_scalars(
+            lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, step=1, bias_corrected=True, adam_w_mode=mode
+        )
+        assert scalars.adam_w_mode is True

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 from typing import Any
 
 import cpu_pipeline
+import numpy as np
 import pytest
 import torch
 
@@ -150,3 +152,45 @@ def test_a_count_of_skips_that_found_no_memory_is_made_later(fails: str, monkeyp
         optimizer.step()
     assert optimizer.state_dict()["param_groups"][0]["step"] == 1
     assert param.all()
+
+
+def test_an_interrupted_table_or_copy_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal may arrive anywhere; what was written half is not taken for whole."""
+    optimizer = FusedOffloadAdam([torch.nn.Parameter(torch.zeros(300)) for _ in range(2)])
+    params = optimizer.param_groups[0]["params"]
+    for param in params:
+        param.grad = torch.ones(300)
+    optimizer.step()
+    [plan] = optimizer._stepper.planner._plans.values()
+    [derived] = plan.derived.values()
+    table = derived.table
+
+    class Interrupting:
+        """Updates whose addresses of gradients are interrupted."""
+
+        version = 10**6
+        param_addresses = np.zeros(2, np.int64)
+
+        @property
+        def grad_addresses(self) -> Any:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        table.fill(Interrupting())  # type: ignore[arg-type]
+    assert table.version != Interrupting.version
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    sent: list[int] = []
+    buffer = upload.UploadBuffer(torch.device("cpu"))
+    monkeypatch.setattr(upload.cuda_driver, "copy_to_device_async", lambda *arguments: sent.append(1))
+    record = cpu_pipeline.FakeEvent
+    buffer.send(table, {}, 0, record)
+    other = SimpleNamespace(version=5, nbytes=table.nbytes, rows=table.rows, write_to=table.write_to)
+    with monkeypatch.context() as patched:
+        patched.setattr(upload.cuda_driver, "copy_to_device_async", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            buffer.send(other, {}, 0, record)  # type: ignore[arg-type]
+    buffer.send(table, {}, 0, record)
+    assert len(sent) == 2

@@ -505,9 +505,17 @@ def test_memory_that_is_dropped_in_a_capture_stays_locked_until_it_may_be_given_
 ) -> None:
     """Waiting for the device, as giving back does, would end the capture; garbage is collected at any time."""
     given_back: list[int] = []
+
+    def unregister(address: int) -> None:
+        ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
+        assert any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)  # else it may be another's
+        given_back.append(address)
+
+    gc.collect()
+    monkeypatch.setattr(pinned, "_registered", [])
     monkeypatch.setattr(pinned.cuda_driver, "register_host_memory", lambda address, nbytes: None)
-    monkeypatch.setattr(pinned.cuda_driver, "unregister_host_memory", given_back.append)
-    slabs = [pinned.PinnedSlab(4096, pin=True) for _ in range(3)]
+    monkeypatch.setattr(pinned.cuda_driver, "unregister_host_memory", unregister)
+    slabs = [pinned.PinnedSlab(2**22 + 4096, pin=True) for _ in range(3)]
     addresses = [slab.bytes.data_ptr() for slab in slabs]
     with monkeypatch.context() as capturing:
         capturing.setattr(torch.cuda, "is_available", lambda: True)
@@ -519,3 +527,21 @@ def test_memory_that_is_dropped_in_a_capture_stays_locked_until_it_may_be_given_
     slabs.pop().close()
     assert sorted(given_back) == sorted(addresses)
     assert pinned._registered == []
+
+
+def test_memory_is_given_back_also_where_nothing_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error of the device every question raises that error again."""
+    given_back: list[int] = []
+    monkeypatch.setattr(pinned.cuda_driver, "register_host_memory", lambda address, nbytes: None)
+    monkeypatch.setattr(pinned.cuda_driver, "unregister_host_memory", given_back.append)
+    slab = pinned.PinnedSlab(4096, pin=True)
+    address = slab.bytes.data_ptr()
+
+    def raises() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(torch.cuda, "is_available", lambda: True)
+        broken.setattr(torch.cuda, "is_current_stream_capturing", raises)
+        slab.close()
+    assert given_back == [address]

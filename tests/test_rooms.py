@@ -15,7 +15,7 @@ import fused_offload
 ROOT = Path(__file__).resolve().parents[1]
 
 LAYERS = (
-    {"config", "plan", "pinned"},
+    {"config", "plan", "pinned", "quantities"},
     {"storage"},
     {"state"},
     {"updates", "store"},

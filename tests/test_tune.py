@@ -88,8 +88,10 @@ def test_a_profile_of_another_machine_is_ignored(tmp_path: Path, field: str) -> 
 def test_a_profile_by_another_name(tmp_path: Path) -> None:
     path = profiles.save(PROFILE, tmp_path)
     path.rename(tmp_path / "mine.json")
-    assert profiles.find(KEY, tmp_path).reason.endswith(f"this one, but in mine.json: call it {KEY.file_name}")
     other = dataclasses.replace(KEY, gpu="another")
+    profiles.save(dataclasses.replace(PROFILE, key=other), tmp_path).rename(tmp_path / "a.json")
+    reason = profiles.find(KEY, tmp_path).reason
+    assert reason == f"none of this machine; there is one, but it is called mine.json, not {KEY.file_name}"
     (tmp_path / "mine.json").rename(tmp_path / other.file_name)
     found = profiles.find(other, tmp_path)
     assert found.is_outdated
@@ -163,6 +165,12 @@ def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("platformdirs")
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert profiles.folder() == tmp_path / "fused-offload" / "profiles"
+
+
+def test_the_folder_may_be_in_the_users_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(profiles.FOLDER_VARIABLE, "~/profiles")
+    assert profiles.folder() == tmp_path / "profiles"
 
 
 def test_a_user_without_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -482,24 +490,37 @@ def test_tune_ends_in_one_line(
     assert captured.out == ""
 
 
+def test_what_tune_kept_is_used_at_once(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiles, "read_key", lambda index: KEY)
+    profiles.of_device.cache_clear()
+    try:
+        assert profiles.of_device(0).profile is None
+        assert main(["tune"]) == 0
+        assert profiles.of_device(0).profile == PROFILE
+    finally:
+        profiles.of_device.cache_clear()
+
+
 @pytest.mark.parametrize("fails", ["the profile was not kept", "was not drawn"])
 def test_what_was_measured_is_printed_also_where_it_cannot_be_kept(
     fails: str, measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("matplotlib")
     path = measured / KEY.file_name
+    arguments = ["tune", "--json"]
     if fails == "was not drawn":
+        pytest.importorskip("matplotlib")
         monkeypatch.setattr("fused_offload.tuning.plot.draw", lambda *_: 1 / 0)
+        arguments += ["--plot", str(measured / "tuning.png")]
     else:
         path.mkdir()
-    assert main(["tune", "--json", "--plot", str(measured / "tuning.png")]) == 2
+    assert main(arguments) == 2
     captured = capsys.readouterr()
     report = json.loads(captured.out)
     assert report["seconds"] == 44.0
     assert fails in captured.err
     assert captured.err.rstrip().splitlines()[-1].startswith("fused-offload tune: error: ")
     assert (report["saved_as"] is None) == path.is_dir()
-    assert (measured / "tuning.png").exists() == path.is_dir()
+    assert not (measured / "tuning.png").exists()
 
 
 def test_tune_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

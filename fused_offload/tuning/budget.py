@@ -14,11 +14,12 @@ from fused_offload.in_backward import PART_BYTES
 from fused_offload.kernels.forms import REMAINDER, Form
 from fused_offload.plan import ALIGNMENT, align
 from fused_offload.profiles import Profile
+from fused_offload.quantities import MOST_PARAMS
 from fused_offload.staging import RingNeed
 from fused_offload.storage import Layout, extent_place, slot_bytes
 from fused_offload.streaming import streaming_of
 
-from .terms import DTYPES, MOMENT_DTYPES, MOST_PARAMS
+from .terms import DTYPES, MOMENT_DTYPES
 
 PARAM_DTYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 STORED_DTYPES = dict(zip(MOMENT_DTYPES, (*PARAM_DTYPES.values(), torch.uint8), strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -142,13 +143,13 @@ NOT_FOUND = "not found"
 
 
 def _why_missing(module: str) -> str | None:
+    package = module.partition(".")[0]
     try:
-        return NOT_FOUND if importlib.util.find_spec(module) is None else None
-    except ModuleNotFoundError as error:
-        if error.name == module.partition(".")[0]:  # the parent package, which is imported for it
+        if importlib.util.find_spec(package) is None:
             return NOT_FOUND
-        return f"{type(error).__name__}: {error}"
-    except Exception as error:  # what the parent package raises
+        importlib.import_module(package)
+        return NOT_FOUND if importlib.util.find_spec(module) is None else None
+    except Exception as error:  # what the package raises
         return f"{type(error).__name__}: {error}"
 
 

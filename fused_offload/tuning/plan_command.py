@@ -16,12 +16,13 @@ from fused_offload import profiles
 from fused_offload.config import MIB, OffloadConfig
 from fused_offload.in_backward import PART_BYTES
 from fused_offload.profiles import Choice, Found, Profile
+from fused_offload.quantities import MOST_PARAMS
 from fused_offload.streaming import streaming_of
 
 from .advice import advice
 from .budget import Memory, StepTime, Training, largest_model, memory_of, profile_step_time, step_time
 from .sizes import MEGATRON_SIZES, Decoder, count_config, head_dim_of
-from .terms import DEFAULT_LINK_GBPS, MOST_PARAMS
+from .terms import DEFAULT_LINK_GBPS
 
 
 def _param_numel(options: argparse.Namespace) -> int:

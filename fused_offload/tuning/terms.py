@@ -8,9 +8,6 @@ MOMENT_DTYPES = (*DTYPES, "uint8")
 
 MASTERS = ("fp32", "fp16", "remainder", "none")
 
-MOST_PARAMS = 10**18
-"""Counts and numbers on the command line are below."""
-
 DEFAULT_LINK_GBPS = 47.0
 """GB/s each way with both directions busy: measured on an H100 over PCIe 5 x16."""
 
