@@ -37,7 +37,7 @@ class Comparison(NamedTuple):
     @property
     def is_slower(self) -> bool:
         """Whether it is worse than the tolerance allows."""
-        return self.ratio > self.stored * (1 + TOLERANCE)
+        return not 0 < self.ratio <= self.stored * (1 + TOLERANCE)  # NaN, too
 
 
 Step = tuple[str, int]
@@ -70,6 +70,11 @@ def compare(results: Record, stored: Iterable[tuple[str, Record]]) -> list[Compa
     return [Comparison(row[0], ratio, *best[row]) for row, ratio in ratios(results).items() if row in best]
 
 
+def missing(found: set[Step], stored: Iterable[tuple[str, Record]], sources: set[str]) -> set[tuple[str, str]]:
+    """Steps of the files that were compared with which are not among those that were found, and the file's name."""
+    return {(step[0], name) for name, other in stored if name in sources for step in set(ratios(other)) - found}
+
+
 def unfit(results: Record) -> str | None:
     """Why a file cannot be compared, or None."""
     if results.get("failed"):
@@ -89,10 +94,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, ValueError) as error:
         print(f"{path} cannot be read: {error}")
         return 3
-    if not isinstance(results, dict):
-        print(f"{path} is no results file")
-        return 3
-    if (reason := unfit(results)) is not None:
+    try:
+        reason = unfit(results)
+        found = set(ratios(results))
+        _gpu(results)
+    except (AttributeError, KeyError, TypeError):
+        reason = "it was not written by pytest --results"
+    if reason is not None:
         print(f"{path}: {reason}")
         return 3
     stored = [
@@ -101,6 +109,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if file.resolve() != path.resolve()
     ]
     comparisons = compare(results, stored)
+    newest = {(one.name, one.source) for one in comparisons}
+    for name, source in sorted(missing(found, stored, {source for _, source in newest})):
+        print(f"{name}: not measured now, it is in {source}")
     if not comparisons:
         print(
             f"nothing to compare: no stored results of {_gpu(results) or 'a machine without a GPU'} have the same rows"

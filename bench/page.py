@@ -59,6 +59,11 @@ class Results:
         return profile
 
     @property
+    def is_smoke(self) -> bool:
+        """Whether its numbers say nothing about speed."""
+        return bool(self.record.get("scale", {}).get("smoke"))
+
+    @property
     def rows(self) -> dict[str, Record]:
         """Rows of the benchmark suite by name; empty for other files."""
         return {row["name"]: row for row in self.record.get("rows", [])}
@@ -331,7 +336,7 @@ def pictured(everything: list[Results]) -> dict[str, Results]:
     """The newest file for each picture."""
     found = {}
     for name, (_, has) in _PICTURES.items():
-        with_it = [results for results in everything if has(results)]
+        with_it = [results for results in everything if has(results) and not results.is_smoke]
         if with_it:
             found[name] = with_it[0]
     return found

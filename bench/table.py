@@ -178,8 +178,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("results", type=Path, help="what pytest wrote to --results")
     path = parser.parse_args(arguments).results
-    results = json.loads(path.read_text())
-    if "rows" not in results:
+    try:
+        results = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        parser.error(f"{path} cannot be read: {error}")
+    if not isinstance(results, dict) or "rows" not in results:
         parser.error(f"{path} was not written by pytest --results; bench/page.py shows the other files")
     print("\n".join(report(results)))
     return 0

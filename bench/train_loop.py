@@ -28,7 +28,7 @@ import torch
 from clock import mark, ms_between, synchronize, time_step
 from gpt import Gpt
 from machine import machine_facts
-from peers import PEERS, Peer
+from peers import NEEDS_NO_GPU, PEERS, Peer
 from torch import nn
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
@@ -115,6 +115,8 @@ def optimizer_of(case: Case, model: nn.Module) -> Trained | None:
     """The optimizer of a case, if it has one."""
     params = list(model.parameters())
     if case.peer is not None:
+        if params[0].device.type == "cpu" and case.peer.name not in NEEDS_NO_GPU:
+            pytest.skip("needs a CUDA GPU")
         build = case.peer.build_to_train or case.peer.build
         return Trained(None, None, build(params).step)
     if case.form is None:
@@ -242,8 +244,13 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4)
     options = parser.parse_args(arguments)
     if options.tiny:
-        for name, value in TINY.items():
-            setattr(options, name, value)
+        vars(options).update(TINY)
+    if options.results.is_dir():
+        parser.error(f"--results {options.results} is a folder; it should be a file")
+    if min(options.iterations, options.warmup) < 1:
+        parser.error("--iterations and --warmup should be at least 1")
+    if options.device.partition(":")[0] not in ("cuda", "cpu"):
+        parser.error(f"--device {options.device} should be cuda or cpu")
     if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
         parser.error("there is no CUDA GPU; --tiny --device cpu runs without one, and says nothing about speed")
     if torch.device(options.device).type != "cuda":
@@ -272,7 +279,14 @@ def main(arguments: list[str] | None = None) -> int:
             torch.cuda.empty_cache()
         add_ratios(results)
         print(in_words(name, results.get(name), skipped.get(name) or failed.get(name)), flush=True)
-        record = {"machine": machine_facts(), "cases": results, "skipped": skipped, "failed": failed}
+        record = {
+            "machine": machine_facts(),
+            "arguments": {key: value for key, value in vars(args).items() if key not in ("results", "cases")},
+            "scale": {"smoke": args.tiny or torch.device(args.device).type != "cuda"},
+            "cases": results,
+            "skipped": skipped,
+            "failed": failed,
+        }
         args.results.parent.mkdir(parents=True, exist_ok=True)
         args.results.write_text(json.dumps(record, indent=1, default=asdict) + "\n")
     return int(bool(failed))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 from .config import OffloadConfig
@@ -12,10 +14,27 @@ if TYPE_CHECKING:
 
 __all__ = ["FusedOffloadAdam", "OffloadConfig"]
 
-_ABOVE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-if os.path.isfile(os.path.join(_ABOVE, "kernels", "forms.py")):
-    # A checkout, and Python was perhaps started in it: `kernels/`, which the installation puts in here, is beside.
-    __path__.append(_ABOVE)
+
+def _find_kernels() -> None:
+    """Makes ``fused_offload.kernels`` of ``kernels/`` beside this folder, where no installation has put it in here.
+
+    That is so in a checkout, also if another copy is installed and Python was started in this one.
+    """
+    here = os.path.dirname(os.path.abspath(__file__))
+    beside = os.path.join(os.path.dirname(here), "kernels")
+    if os.path.isdir(os.path.join(here, "kernels")) or not os.path.isfile(os.path.join(beside, "forms.py")):
+        return
+    name = f"{__name__}.kernels"
+    spec = importlib.util.spec_from_file_location(
+        name, os.path.join(beside, "__init__.py"), submodule_search_locations=[beside]
+    )
+    if spec is not None and spec.loader is not None:
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        globals()["kernels"] = module
+
+
+_find_kernels()
 
 
 def __getattr__(name: str) -> Any:

@@ -11,17 +11,18 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 
 MOST_PARAMS = 10**18
 """Counts and numbers are below."""
 
 _LEAST_LINK_GBPS = 1e-3
 _LEAST_BYTES = 1024  # who asks for fewer meant another unit
-_COUNTS = {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
-_BYTES = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _BYTES |= {unit.removesuffix("b"): factor for unit, factor in _BYTES.items() if len(unit) > 1}
-_GB = {unit: factor / 1e9 for unit, factor in _BYTES.items()} | {"": 1}
+_GB = _BYTES | {"": 10**9}
 _MOST_GB = 1e6
 """No machine has more; who asks for it gave bytes."""
 
@@ -45,37 +46,38 @@ def number(text: str) -> float:
     return value
 
 
-def _with_unit(text: str, units: Mapping[str, float], example: str) -> float:
-    """A number times its unit.
+def _with_unit(text: str, units: Mapping[str, int], example: str, most: int = MOST_PARAMS) -> tuple[Decimal, str]:
+    """A number times its unit, exactly, and the unit.
 
     Args:
         text: digits, and perhaps a unit, in any case.
         units: factors by unit in lower case; that of "" is of plain numbers.
         example: what would be right.
+        most: it is less.
     """
     match = re.fullmatch(r"(.*?)\s*([A-Za-z]*)", text.strip(), re.DOTALL)
     digits, unit = match.groups() if match else ("", "")
     try:
-        value = float(digits) * units[unit.lower()]
-        return number(repr(float(round(value)) if abs(value - round(value)) < 1e-6 * value else value))
-    except (ValueError, KeyError, OverflowError, argparse.ArgumentTypeError):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number of at least 0 and below 1e18, such as {example}"
-        ) from None
+        value = Decimal(digits) * units[unit.lower()]
+        if 0 <= value < most:
+            return value, unit
+    except (ArithmeticError, KeyError):
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1e18, such as {example}")
 
 
-def count(text: str) -> float:
+def count(text: str) -> int:
     """A whole number of at least 1, perhaps with K, M, B or T."""
     error = argparse.ArgumentTypeError(
         f"{text!r} is not a whole number of at least 1 and below 1e18, such as 13e9 or 13B"
     )
     try:
-        value = _with_unit(text, _COUNTS, "13B")
+        value, _ = _with_unit(text, _COUNTS, "13B")
     except argparse.ArgumentTypeError:
         raise error from None
-    if value < 1 or not value.is_integer():
+    if value < 1 or value != value.to_integral_value():
         raise error
-    return value
+    return int(value)
 
 
 def share(text: str) -> float:
@@ -92,7 +94,8 @@ def share(text: str) -> float:
 
 def gb(text: str) -> float:
     """GB; plain numbers, too."""
-    value = _with_unit(text, _GB, "80, 80GB or 80GiB")
+    nbytes, _ = _with_unit(text, _GB, "80, 80GB or 80GiB", MOST_PARAMS * 10**9)
+    value = float(nbytes) / 1e9
     if value > _MOST_GB:
         raise argparse.ArgumentTypeError(f"{text!r} is {value:g} GB; plain numbers are GB: 80, 80GB, 80GiB")
     return value
@@ -108,14 +111,15 @@ def chunk_bytes(text: str) -> int:
     return int(_larger_than_0(whole_bytes(text)))
 
 
-def whole_bytes(text: str) -> float:
-    """A whole number of bytes, with or without unit."""
-    value = _with_unit(text, _BYTES, "50331648 or 48MiB")
-    if not value.is_integer():
+def whole_bytes(text: str) -> int:
+    """A whole number of bytes, or of a unit as many as are nearest."""
+    exact, unit = _with_unit(text, _BYTES, "50331648 or 48MiB")
+    value = round(exact)
+    if not unit and value != exact:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of bytes")
     if 0 < value < _LEAST_BYTES:
-        unit = f", or a unit, as in {text}MiB" if text.strip().isdecimal() else ""
-        raise argparse.ArgumentTypeError(f"{text!r} is {value:g} bytes; give at least {_LEAST_BYTES}{unit}")
+        hint = "" if unit else f", or a unit, as in {value}MiB"
+        raise argparse.ArgumentTypeError(f"{text!r} is {value} bytes; give at least {_LEAST_BYTES}{hint}")
     return value
 
 
@@ -140,10 +144,10 @@ def _larger_than_0(value: float) -> float:
 
 def window_bytes(text: str) -> int | str:
     """``OffloadConfig.window_bytes``: a whole number of bytes, or auto."""
-    if text == "auto":
+    if text.strip().lower() == "auto":
         return "auto"
     try:
-        return int(whole_bytes(text))
+        return whole_bytes(text)
     except argparse.ArgumentTypeError as error:
         raise argparse.ArgumentTypeError(f"{error}; or give auto") from None
 

@@ -70,6 +70,11 @@ def test_slower_steps_are_found(
         (lambda results: results["scale"].update(smoke=True), 3, "smoke test"),
         (lambda results: [row.update(numel=4612) for row in results["rows"]], 2, "nothing to compare"),
         (lambda results: results["rows"].clear(), 2, "nothing to compare"),
+        (lambda results: [row.update(ratio_to_link=float("nan")) for row in results["rows"]], 1, "SLOWER"),
+        (lambda results: results.update(rows=None), 3, "not written by pytest"),
+        (lambda results: results.update(machine=None), 3, "not written by pytest"),
+        (lambda results: [row.pop("ratio_to_link") for row in results["rows"]], 3, "not written by pytest"),
+        (lambda results: None, 0, "step/4B/whole-step: not measured now, it is in h100"),
     ],
 )
 def test_what_cannot_be_compared_is_not_called_fine(

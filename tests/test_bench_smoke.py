@@ -133,13 +133,15 @@ def test_training_with_each_optimizer_runs_tiny(tmp_path: Path, monkeypatch: pyt
     monkeypatch.syspath_prepend(ROOT / "bench")
     program = importlib.import_module("train_loop")
     names = ["none-4", "resident-6B-4", "window-6B-4", "auto-6B-4-full-gpu", "resident-12B-4"]
-    names += ["torch-fused-resident-4", "torch-fused-cpu-4", "bitsandbytes-paged-8bit-4"]
+    names += ["torch-fused-resident-4", "torch-fused-cpu-4", "bitsandbytes-paged-8bit-4", "te-fused-adam-6B-4"]
     path = tmp_path / "loop.json"
     monkeypatch.setitem(sys.modules, "bitsandbytes.optim", None)
+    monkeypatch.setattr(program, "NEEDS_NO_GPU", program.NEEDS_NO_GPU | {"bitsandbytes-paged-8bit"})
     program.main(["--tiny", "--device", "cpu", "--results", str(path), "--cases", *names])
     record = json.loads(path.read_text())
     assert record["failed"] == {}
-    assert list(record["skipped"]) == ["bitsandbytes-paged-8bit-4"]
+    assert list(record["skipped"]) == ["bitsandbytes-paged-8bit-4", "te-fused-adam-6B-4"]
+    assert record["skipped"]["te-fused-adam-6B-4"] == "needs a CUDA GPU"
     assert list(record["cases"]) == [name for name in names if name not in (*record["skipped"], "auto-6B-4-full-gpu")]
     none = record["cases"]["none-4"]["iteration_ms"]
     for name, case in record["cases"].items():
@@ -152,6 +154,7 @@ def test_training_with_each_optimizer_runs_tiny(tmp_path: Path, monkeypatch: pyt
     )
     text = "\n".join(importlib.import_module("page").Results(path).lines())
     assert "| over no optimizer, ms |" in text
+    assert "A smoke test" in text
     assert "| torch-fused-cpu-4 | 4 | " in text
     assert "gradients and parameters are copied |" in text
     assert "Not measured: bitsandbytes-paged-8bit-4 (bitsandbytes.optim.PagedAdamW8bit cannot be imported" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.cli import main
 from fused_offload.config import MIB
+from fused_offload.machine_key import MachineKey
+from fused_offload.profiles import Choice, Found, Profile, Timing
 from fused_offload.tuning.budget import PARAM_DTYPES, STORED_DTYPES, Training, largest_model, memory_of, step_time
 from fused_offload.tuning.sizes import Decoder, count_config
 
@@ -234,44 +237,69 @@ def test_where_nothing_limits_it_there_is_no_largest_model(capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("arguments", "flags"),
     [
-        (["--host-memory", "128"], "--master remainder --moments bf16"),
-        (["--host-memory", "140"], "--master remainder --moments fp32"),
-        (["--host-memory", "20"], None),
-        (["--host-memory", "100", "--param-dtype", "fp32"], None),
-        (["--gpu-memory", "40"], "--step-in-backward"),
-        (["--gpu-memory", "20", "--data-parallel", "4"], "--shard-params"),
-        (["--gpu-memory", "60", "--fraction", "0.5"], "--fraction 1"),
-        (["--gpu-memory", "60", "--window-bytes", "20GB"], "--window-bytes 0"),
-        (["--gpu-memory", "20"], None),
+        ("--host-memory 140", "--master remainder --moments fp32"),
+        ("--host-memory 128", "--master remainder --moments bf16"),
+        ("--host-memory 128 --gpu-memory 100", "--fraction 0.8"),
+        ("--host-memory 20", None),
+        ("--host-memory 40 --param-dtype fp16", None),
+        ("--host-memory 110 --param-dtype fp16", "--moments bf16"),
+        ("--host-memory 100 --param-dtype fp32", "--moments bf16"),
+        ("--gpu-memory 40", "--step-in-backward"),
+        ("--gpu-memory 20 --data-parallel 4", "--shard-params"),
+        ("--gpu-memory 60 --fraction 0.5", "--fraction 1"),
+        ("--gpu-memory 40 --fraction 0.5", "--fraction 1 --step-in-backward"),
+        ("--gpu-memory 60 --window-bytes 20GB", "--window-bytes 0"),
+        ("--gpu-memory 40 --window-bytes 20GB", "--window-bytes 0 --step-in-backward"),
+        ("--gpu-memory 20", None),
+        ("--gpu-memory 80 --host-memory 64 --fraction 0.9 --master remainder --moments bf16", "--fraction 0.8"),
         # What helps one memory and hurts the other is no advice.
-        (
-            ["--gpu-memory", "60", "--host-memory", "100", "--fraction", "0.5"],
-            "--master remainder --moments uint8 --step-in-backward",
-        ),
-        (["--gpu-memory", "30", "--host-memory", "100"], "--master remainder --moments bf16 --step-in-backward"),
-        (["--gpu-memory", "80", "--host-memory", "256"], ""),
+        ("--gpu-memory 60 --host-memory 100 --fraction 0.5", "--fraction 1 --master remainder --moments bf16"),
+        ("--gpu-memory 30 --host-memory 100", "--step-in-backward --master remainder --moments bf16"),
     ],
 )
+@pytest.mark.parametrize("is_tuned", [False, True])
 def test_what_does_not_fit_comes_with_what_would(
-    arguments: list[str], flags: str | None, capsys: pytest.CaptureFixture[str]
+    is_tuned: bool,
+    arguments: str,
+    flags: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    notes = [note for note in plan(capsys, "--params", "13e9", *arguments)["notes"] if "too small" in note]
-    if flags == "":
-        assert notes == []
-        return
-    (note,) = notes
+    if is_tuned:  # a ring for large state, and none for small
+        small = Choice(10**9, "zero_copy", 8 * 2**20, 3, 32, 7.0, "because")
+        large = Choice(10**11, "copy", 64 * 2**20, 4, 64, 720.0, "because")
+        timings = (Timing(10**8, 10**9, 7.0), Timing(10**10, 10**11, 720.0), Timing(10**10, 6 * 10**10, 400.0))
+        key = MachineKey("GPU", "link", "host", {})
+        profile = Profile(key, "2026-11-28", 47.0, (small, large), timings)
+        monkeypatch.setattr("fused_offload.profiles.of_device", lambda index: Found(profile, "made up"))
+    given = ["--params", "13e9", *arguments.split()]
+    (note,) = (note for note in plan(capsys, *given)["notes"] if "too small" in note)
     if flags is None:
-        assert "One change alone does not do" in note
+        assert "Nothing that was tried fits" in note
         return
     assert f" too small. {flags} would fit" in note
-    changed = [argument for argument in arguments if not flags.startswith(("--fraction", "--window-bytes"))] or [
-        *arguments[:2]
-    ]
-    report = plan(capsys, "--params", "13e9", *changed, *flags.split())
+    report = plan(capsys, *given, *flags.split())
     assert False not in (report["fits"]["gpu"], report["fits"]["host"])
     assert (
         f"{report['gpu_bytes']['total'] / 1e9:.3f} GB on the GPU, {report['host_bytes']['node'] / 1e9:.3f} GB" in note
     )
+    assert not any("too small" in note for note in report["notes"])
+
+
+def test_the_largest_model_fits_as_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    forms = ["--master", "remainder", "--moments", "bf16", "--gpu-memory", "80", "--host-memory", "128"]
+    assert main(["plan", "--params", "13e9", *forms]) == 0
+    with_save, training = (
+        re.search(rf"{label} +│ +([0-9.]+) billion", out)
+        for out in [capsys.readouterr().out]
+        for label in ("largest model with an asynchronous save", "largest model")
+    )
+    assert with_save is not None
+    assert training is not None
+    assert plan(capsys, "--params", f"{with_save[1]}B", *forms)["fits"]["host_in_save"]
+    report = plan(capsys, "--params", f"{training[1]}B", *forms)
+    assert report["fits"]["gpu"]
+    assert report["fits"]["host"]
 
 
 def test_gradients_are_as_wide_as_parameters(capsys: pytest.CaptureFixture[str]) -> None:
@@ -313,6 +341,47 @@ def test_a_sparse_model_without_experts_is_a_dense_one(tmp_path: Path) -> None:
     sparse = count_config(path)
     path.write_text(json.dumps({**QWEN3_30B_A3B, "model_type": "qwen2"}))
     assert sparse == count_config(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "left_out", "given"),
+    [
+        ("qwen3", "head_dim", 128),
+        ("qwen3", "num_key_value_heads", 32),
+        ("mistral", "num_key_value_heads", 8),
+        ("mixtral", "num_local_experts", 8),
+        ("llama", "num_key_value_heads", 64),
+        ("qwen3_moe", "num_key_value_heads", 4),
+    ],
+)
+def test_what_a_configuration_leaves_out_is_as_in_transformers(
+    kind: str, left_out: str, given: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "config.json"
+    config = {
+        **QWEN3_30B_A3B,
+        "model_type": kind,
+        "num_attention_heads": 64,
+        "hidden_size": 4096,
+        "num_local_experts": 8,
+    }
+    config.pop("head_dim")
+    if kind == "mixtral":
+        config.pop("num_experts")
+    path.write_text(json.dumps({**config, left_out: given}))
+    expected = count_config(path)
+    config.pop(left_out, None)
+    path.write_text(json.dumps(config))
+    assert count_config(path) == expected
+
+
+def test_the_number_of_experts_has_two_names(tmp_path: Path) -> None:
+    path, config = tmp_path / "config.json", dict(QWEN3_30B_A3B)
+    path.write_text(json.dumps(config))
+    expected = count_config(path)
+    config["num_local_experts"] = config.pop("num_experts")
+    path.write_text(json.dumps(config))
+    assert count_config(path) == expected
 
 
 def test_megatron_sizes_count_the_same(capsys: pytest.CaptureFixture[str]) -> None:
@@ -391,6 +460,9 @@ def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--params", "1e9", "--window-bytes", "-1"], "at least 0"),
         (["plan", "--params", "13X"], "such as 13e9 or 13B"),
         (["plan", "--params", "0.5"], "whole number of at least 1"),
+        (["plan", "--params", "13000000.5"], "whole number of at least 1"),
+        (["plan", "--config", "missing\nfile.json"], r"missing\nfile.json"),
+        (["plan", "a\nb", "--params", "1"], r"'a\nb'"),
         (["plan", "--params", "1e9", "--gpu-memory", "80e9"], "plain numbers are GB"),
         (["plan", "--params", "1e9", "--gpu-memory", "80 cores"], "80GiB"),
         (["plan", "--params", "1e9", "--host-memory", "0GB"], "larger than 0"),
@@ -502,6 +574,9 @@ def test_units(capsys: pytest.CaptureFixture[str]) -> None:
     assert in_words["param_numel"] == 8_030_000_000
     assert in_words["gpu_bytes"]["window"] == 2**31
     assert plan(capsys, "--params", "125m")["param_numel"] == 125_000_000
+    assert plan(capsys, "--params", "14399999999983617")["param_numel"] == 14399999999983617
+    assert plan(capsys, "--params", "1B", "--window-bytes", "1.1GiB")["gpu_bytes"]["window"] == round(1.1 * 2**30)
+    assert plan(capsys, "--params", "1B", "--window-bytes", " Auto ")["gpu_bytes"]["window"] == 0
     assert plan(capsys, "--params", "1B", "--other-gpu", "2Gi")["gpu_bytes"]["other"] == 2 * 2**30
 
 

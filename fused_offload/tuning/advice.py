@@ -3,71 +3,106 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-from .budget import Training, memory_of
+from .budget import Memory, Training, memory_of
 
-_NARROWER = (("remainder", "fp32"), ("remainder", "bf16"), ("remainder", "uint8"))
-"""Masters and moments, by descending bytes."""
+_FRACTIONS = tuple(percent / 100 for percent in range(95, 0, -5))
 
 
-def advice(numel: int, training: Training, *, gpu_bytes: int | None, node_bytes: int | None) -> list[str]:
+def advice(
+    numel: int,
+    training: Training,
+    settle: Callable[[Training, int], Training],
+    *,
+    gpu_bytes: int | None,
+    node_bytes: int | None,
+) -> list[str]:
     """A sentence, or nothing where the model fits.
 
     Args:
         numel: parameters of the whole model.
-        training: how it would be trained.
+        training: how it would be trained; how state streams is open.
+        settle: settles that for a number of parameters.
         gpu_bytes: memory of a GPU, or None for no limit.
         node_bytes: memory of a host, or None for no limit.
     """
 
-    def fits(changed: Training) -> tuple[bool, bool]:
-        memory = memory_of(numel, changed)
-        return gpu_bytes is None or memory.gpu <= gpu_bytes, node_bytes is None or memory.node <= node_bytes
+    def needed(changed: Training) -> Memory:
+        return memory_of(numel, settle(changed, numel))
 
-    gpu_is_enough, host_is_enough = fits(training)
-    if gpu_is_enough and host_is_enough:
+    def small(memory: Memory) -> list[str]:
+        needs = (("GPU", memory.gpu, gpu_bytes), ("host", memory.node, node_bytes))
+        return [what for what, nbytes, limit in needs if limit is not None and nbytes > limit]
+
+    too_small = small(needed(training))
+    if not too_small:
         return []
-    small = " and ".join(
-        what for what, is_enough in (("GPU", gpu_is_enough), ("host", host_is_enough)) if not is_enough
-    )
-    begin = f"The {small} {'is' if gpu_is_enough or host_is_enough else 'are'} too small."
-    for flags, changed in _changes(training):
-        if fits(changed) == (True, True):
-            memory = memory_of(numel, changed)
+    begin = f"The {' and the '.join(too_small)} {'is' if len(too_small) == 1 else 'are'} too small."
+    for flags, changed in _changes(training, knows_gpu=gpu_bytes is not None):
+        memory = needed(changed)
+        if not small(memory):
             gpu, host = f"{memory.gpu / 1e9:.3f} GB on the GPU", f"{memory.node / 1e9:.3f} GB on the host"
             return [f"{begin} {flags} would fit: {gpu}, {host}."]
-    ways = []
-    if not gpu_is_enough:
-        ways.append("share the model between more GPUs (--model-parallel, or --data-parallel with --shard-params)")
-    if not host_is_enough:
-        ways.append("spread the state over more hosts (--data-parallel)")
-    return [f"{begin} One change alone does not do: {', and '.join(ways)}."]
+    more = {
+        "GPU": "share the model between more GPUs (--model-parallel, or --data-parallel with --shard-params)",
+        "host": "spread the state over more hosts (--data-parallel)",
+    }
+    return [f"{begin} Nothing that was tried fits: {', and '.join(more[what] for what in too_small)}."]
 
 
-def _changes(training: Training) -> Iterator[tuple[str, Training]]:
-    """What may be changed, with the flags for it; what costs least first."""
-    offload = training.offload
-    if offload.window_bytes != 0:
-        yield "--window-bytes 0", dataclasses.replace(training, offload=dataclasses.replace(offload, window_bytes=0))
-    if offload.fraction < 1:
-        yield "--fraction 1", dataclasses.replace(training, offload=dataclasses.replace(offload, fraction=1.0))
+def _changes(training: Training, *, knows_gpu: bool) -> Iterator[tuple[str, Training]]:
+    """What may be changed, with its flags: what costs nothing, GPU memory, freedom, precision, and then two of them.
+
+    Args:
+        training: what to change.
+        knows_gpu: whether it is known how much the GPU can hold.
+    """
+    singles = list(_of_placement(training))
+    yield from singles
+    yield from _forms(training, "fp32")
+    if knows_gpu:
+        for fraction in _FRACTIONS:
+            if fraction < training.offload.fraction:
+                yield f"--fraction {fraction:g}", _offloaded(training, fraction=fraction)
+    in_backward = list(_in_backward(training, singles))
+    yield from in_backward
+    yield from _forms(training, "bf16", "uint8")
+    for flags, changed in (*singles, *in_backward):
+        for more, narrower in _forms(changed, "fp32", "bf16", "uint8"):
+            yield f"{flags} {more}", narrower
+
+
+def _of_placement(training: Training) -> Iterator[tuple[str, Training]]:
+    if training.offload.window_bytes != 0:
+        yield "--window-bytes 0", _offloaded(training, window_bytes=0)
+    if training.offload.fraction < 1:
+        yield "--fraction 1", _offloaded(training, fraction=1.0)
     if training.data_parallel > 1 and not training.shard_params:
         yield "--shard-params", dataclasses.replace(training, shard_params=True)
-    yield from _narrower(training)
-    if not training.in_backward and offload.window_bytes == 0:
-        in_backward = dataclasses.replace(training, in_backward=True)
-        yield "--step-in-backward", in_backward
-        for flags, narrower in _narrower(in_backward):
-            yield f"{flags} --step-in-backward", narrower
 
 
-def _narrower(training: Training) -> Iterator[tuple[str, Training]]:
-    """Stored forms that take fewer bytes, and the flags for them."""
-    if training.param_dtype != "bf16" or training.master == "none":
-        return
+def _in_backward(training: Training, singles: Sequence[tuple[str, Training]]) -> Iterator[tuple[str, Training]]:
+    """Alone, and together with each of the others."""
+    for flags, changed in (("", training), *singles):
+        without = _offloaded(changed, window_bytes=0)
+        if changed.offload.window_bytes != 0:
+            flags += " --window-bytes 0"
+        if not training.in_backward:
+            yield f"{flags} --step-in-backward".strip(), dataclasses.replace(without, in_backward=True)
+
+
+def _offloaded(training: Training, **changes: Any) -> Training:
+    return dataclasses.replace(training, offload=dataclasses.replace(training.offload, **changes))
+
+
+def _forms(training: Training, *moments: str) -> Iterator[tuple[str, Training]]:
+    """Stored forms that take fewer bytes. A remainder loses nothing."""
+    has_remainder = training.param_dtype == "bf16" and training.master != "none"
+    flag, master = ("--master remainder ", "remainder") if has_remainder else ("", training.master)
     now = training.layout().block_bytes
-    for master, moments in _NARROWER:
-        narrower = dataclasses.replace(training, master=master, exp_avg=moments, exp_avg_sq=moments)
+    for moment in moments:
+        narrower = dataclasses.replace(training, master=master, exp_avg=moment, exp_avg_sq=moment)
         if narrower.layout().block_bytes < now:
-            yield f"--master {master} --moments {moments}", narrower
+            yield f"{flag}--moments {moment}", narrower

@@ -68,14 +68,15 @@ def _count(options: argparse.Namespace) -> int:
     ).param_numel()
 
 
-def _training(options: argparse.Namespace, choice: Choice | None = None) -> Training:
-    """What the options say; what they leave open is as a profile chose, or ``"auto"``."""
-    chunk_bytes, depth = options.chunk_bytes, options.depth
-    if choice is not None and choice.transport == "zero_copy" and chunk_bytes is None and depth is None:
-        how: dict[str, Any] = {"transport": "zero_copy", "zero_copy_programs": choice.programs}
-    else:
-        known = ("auto", "auto") if choice is None else (choice.chunk_bytes, choice.depth)
-        how = {"transport": "copy", "chunk_bytes": chunk_bytes or known[0], "depth": depth or known[1]}
+def _training(options: argparse.Namespace) -> Training:
+    """What the options say; how state streams is ``"auto"`` where they leave that open."""
+    offload = OffloadConfig(
+        fraction=options.fraction,
+        window_bytes=options.window_bytes,
+        chunk_bytes=options.chunk_bytes or "auto",
+        depth=options.depth or "auto",
+        transport="copy",
+    )
     return Training(
         param_dtype=options.param_dtype,
         grad_dtype=options.grad_dtype or options.param_dtype,
@@ -85,33 +86,45 @@ def _training(options: argparse.Namespace, choice: Choice | None = None) -> Trai
         data_parallel=options.data_parallel,
         model_parallel=options.model_parallel,
         shard_params=options.shard_params,
-        offload=OffloadConfig(fraction=options.fraction, window_bytes=options.window_bytes, **how),
+        offload=offload,
         ranks_per_node=options.ranks_per_node,
         other_gpu_bytes=int(options.other_gpu * 1e9),
         in_backward=options.step_in_backward,
     )
 
 
-def _tuned(
-    training: Training,
-    known: dict[Choice, Training],
-    options: argparse.Namespace,
-    profile: Profile | None,
-    numel: int,
-) -> Training:
-    """As a profile chose for the state of so many parameters.
+class _Tuning:
+    """Settles how state streams by what a profile chose for so much of it."""
 
-    Args:
-        training: without a profile.
-        known: what was found before, so that the same choice is the same object.
-        options: the command line.
-        profile: of this machine, or None.
-        numel: parameters of the whole model.
-    """
-    if profile is None:
-        return training
-    choice = profile.choice_for(memory_of(numel, training).host_state)
-    return known.setdefault(choice, _training(options, choice))
+    def __init__(self, profile: Profile | None) -> None:
+        """Goes by a profile, if there is one."""
+        self._profile = profile
+        self._known: dict[tuple[Training, Choice], Training] = {}
+
+    def settle(self, training: Training, numel: int) -> Training:
+        """The training with the chosen transport, chunks and depth; the same object for the same choice.
+
+        Args:
+            training: how it streams is ``"auto"``, or given.
+            numel: parameters of the whole model.
+        """
+        if self._profile is None:
+            return training
+        choice = self._profile.choice_for(memory_of(numel, training).host_state)
+        key = training, choice
+        if key not in self._known:
+            self._known[key] = dataclasses.replace(training, offload=_chosen(training.offload, choice))
+        return self._known[key]
+
+
+def _chosen(offload: OffloadConfig, choice: Choice) -> OffloadConfig:
+    is_free = (offload.chunk_bytes, offload.depth) == ("auto", "auto")
+    if is_free and choice.transport == "zero_copy":
+        return dataclasses.replace(offload, transport="zero_copy", zero_copy_programs=choice.programs)
+    chunk_bytes = choice.chunk_bytes if offload.chunk_bytes == "auto" else offload.chunk_bytes
+    return dataclasses.replace(
+        offload, chunk_bytes=chunk_bytes, depth=choice.depth if offload.depth == "auto" else offload.depth
+    )
 
 
 def _settled(training: Training, memory: Memory) -> Training:
@@ -159,7 +172,8 @@ def plan(options: argparse.Namespace) -> int:
     numel, training = _param_numel(options), _training(options)
     found = profiles.of_device(0) if options.link_gbps is None else None
     profile = None if found is None else found.profile
-    training_of = partial(_tuned, training, {}, options, profile)
+    tuning, untuned = _Tuning(profile), training
+    training_of = partial(tuning.settle, untuned)
     training = training_of(numel)
     memory = memory_of(numel, training)
     settled = _settled(training, memory)
@@ -200,7 +214,7 @@ def plan(options: argparse.Namespace) -> int:
             "link_assumed": prediction.source == "assumption",
             "source": prediction.source,
         },
-        "notes": [*_notes(options, memory, prediction, found), *advice(numel, training, **limits)],
+        "notes": [*_notes(options, memory, prediction, found), *advice(numel, untuned, tuning.settle, **limits)],
     }
     if options.json:
         print(json.dumps(report, indent=2))
@@ -247,7 +261,9 @@ def _params(numel: int) -> str:
 
 
 def _largest(numel: int | None) -> str:
-    return "no limit" if numel is None else _params(numel)
+    if numel is None:
+        return "no limit"
+    return _params(numel // 10**6 * 10**6 if numel >= 10**7 else numel)  # what is printed fits
 
 
 def _ring_label(training: Training) -> str:

@@ -103,7 +103,7 @@ def count_config(path: Path) -> int:
     try:
         config = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
@@ -170,7 +170,12 @@ def _decoder(config: Mapping[str, Any]) -> Decoder:
         "qwen2_moe": ("num_experts", 60),
         "qwen3_moe": ("num_experts", 128),
     }
-    experts = _whole(config, *experts_of[kind], least=0) if kind in experts_of else 0
+    experts = 0
+    if kind in experts_of:
+        key, default = experts_of[kind]
+        # Releases of transformers differ in what they call it.
+        other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[key]
+        experts = _whole(config, other if key not in config and other in config else key, default, least=0)
     ffn = _whole(config, "intermediate_size")
     dense_layers = _dense_layers(config) if kind in ("qwen2_moe", "qwen3_moe") else 0
     return Decoder(
@@ -178,8 +183,8 @@ def _decoder(config: Mapping[str, Any]) -> Decoder:
         hidden=hidden,
         ffn=_whole(config, "moe_intermediate_size") if experts and kind in ("qwen2_moe", "qwen3_moe") else ffn,
         heads=heads,
-        kv_heads=_whole(config, "num_key_value_heads", heads),
-        head_dim=_whole(config, "head_dim", 0) or head_dim_of(hidden, heads),
+        kv_heads=_kv_heads(config, heads),
+        head_dim=_whole(config, "head_dim", 128 if kind == "qwen3" else 0) or head_dim_of(hidden, heads),
         vocab=_whole(config, "vocab_size"),
         tied=_flag(config, "tie_word_embeddings", False),
         # Qwen2 has these biases whatever its configuration says.
@@ -194,8 +199,19 @@ def _decoder(config: Mapping[str, Any]) -> Decoder:
     )
 
 
+_KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen2_moe": 16, "qwen3": 32, "qwen3_moe": 4}
+"""What transformers takes where a configuration says nothing; with null, and for others, all heads."""
+
+
+def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
+    if "num_key_value_heads" not in config:
+        return _KV_HEADS.get(config["model_type"], heads)
+    return _whole(config, "num_key_value_heads", heads)
+
+
 def _dense_layers(config: Mapping[str, Any]) -> int:
     dense, every = config.get("mlp_only_layers") or [], _whole(config, "decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise ValueError(f"mlp_only_layers is {dense!r}, it should be a list of whole numbers")
+    dense = set(dense)
     return sum(layer in dense or (layer + 1) % every != 0 for layer in range(config["num_hidden_layers"]))
