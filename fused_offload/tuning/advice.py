@@ -8,7 +8,7 @@ from typing import Any
 
 from .budget import Memory, Training, memory_of
 
-_FRACTIONS = tuple(percent / 100 for percent in range(95, 0, -5))
+_FRACTIONS = tuple(percent / 100 for percent in range(95, -1, -5))
 
 
 def advice(
