@@ -10,7 +10,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,7 +73,8 @@ class Profile:
         measured: when, ISO 8601.
         duplex_gbps: what plain copies reach each way, both directions at once.
         choices: by ascending size of the state.
-        timings: steps with the most bytes for each parameter at two sizes or more, ascending, then one with the fewest.
+        timings: steps with the most bytes for each parameter, by ascending size of the state, of two sizes at least.
+        narrow_timings: the same with the fewest bytes for each parameter.
     """
 
     key: MachineKey
@@ -81,10 +82,11 @@ class Profile:
     duplex_gbps: float
     choices: tuple[Choice, ...]
     timings: tuple[Timing, ...]
+    narrow_timings: tuple[Timing, ...]
 
     def choice_for(self, state_bytes: int) -> Choice:
         """The choice of the measured size that is nearest, by ratio."""
-        return min(self.choices, key=lambda choice: abs(math.log(max(1, state_bytes) / choice.state_bytes)))
+        return nearest(self.choices, state_bytes)
 
     def step_ms(self, state_bytes: int, param_numel: int) -> float:
         """Predicts a step: by its bytes, and by how many of them a parameter has. More parameters never take less time.
@@ -95,18 +97,18 @@ class Profile:
         """
         if not state_bytes or not param_numel:
             return 0.0
-        *wide, narrow = self.timings
-        narrow_ratio = narrow.ms / self._wide_ms(narrow.state_bytes)
-        most, least = (timing.state_bytes / timing.param_numel for timing in (wide[-1], narrow))
+        most, least = (timings[-1].state_bytes / timings[-1].param_numel for timings in self._measured())
         share = min(1.0, max(0.0, (state_bytes / param_numel - least) / (most - least)))
-        return self._wide_ms(state_bytes) * (narrow_ratio + share * (1 - narrow_ratio))
+        wide_ms, narrow_ms = (self._by_size(timings, state_bytes) for timings in self._measured())
+        return narrow_ms + share * (wide_ms - narrow_ms)
 
-    def _wide_ms(self, state_bytes: int) -> float:
-        """A step with the most bytes for each parameter, by straight lines through what was measured."""
+    def _measured(self) -> tuple[tuple[Timing, ...], tuple[Timing, ...]]:
+        return self.timings, self.narrow_timings
+
+    def _by_size(self, measured: Sequence[Timing], state_bytes: int) -> float:
+        """A step by the size of its state alone, by straight lines through what was measured."""
         # What disturbed a small state is no reason to predict less for a larger one.
-        timings: list[Timing] = list(
-            itertools.accumulate(self.timings[:-1], lambda a, b: b._replace(ms=max(a.ms, b.ms)))
-        )
+        timings: list[Timing] = list(itertools.accumulate(measured, lambda a, b: b._replace(ms=max(a.ms, b.ms))))
         index = bisect.bisect_left([timing.state_bytes for timing in timings], state_bytes)
         upper = min(max(index, 1), len(timings) - 1)
         begin, end = timings[upper - 1 : upper + 1]
@@ -117,6 +119,11 @@ class Profile:
         if index == len(timings):
             return end.ms + max(per_byte, 1e-6 / self.duplex_gbps) * (state_bytes - end.state_bytes)
         return begin.ms + per_byte * (state_bytes - begin.state_bytes)
+
+
+def nearest(choices: Sequence[Choice], state_bytes: int) -> Choice:
+    """The choice of the measured size that is nearest, by ratio."""
+    return min(choices, key=lambda choice: abs(math.log(max(1, state_bytes) / choice.state_bytes)))
 
 
 class Found(NamedTuple):
@@ -196,6 +203,7 @@ def load(path: Path) -> Profile:
             record["duplex_gbps"],
             tuple(Choice(**choice) for choice in record["choices"]),
             tuple(Timing(**timing) for timing in record["timings"]),
+            tuple(Timing(**timing) for timing in record["narrow_timings"]),
         )
         _check(profile)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
@@ -211,7 +219,7 @@ def _check(profile: Profile) -> None:
         raise ValueError("its key is not made of texts")
     if not _is_above_0(profile.duplex_gbps):
         raise ValueError("duplex_gbps is not a number above 0")
-    if not profile.choices or len(profile.timings) < 3:
+    if not profile.choices or min(len(profile.timings), len(profile.narrow_timings)) < 2:
         raise ValueError("it lacks choices or timings")
     for choice in profile.choices:
         counts = (choice.state_bytes, choice.chunk_bytes, choice.depth, choice.programs)
@@ -223,17 +231,17 @@ def _check(profile: Profile) -> None:
             raise ValueError(f"transport {choice.transport!r} is unknown")
         if not _is_above_0(choice.ms) or not isinstance(choice.why, str):
             raise ValueError("a choice lacks its time or its reason")
-    for timing in profile.timings:
+    for timing in (*profile.timings, *profile.narrow_timings):
         if not all(map(_is_above_0, timing)) or type(timing.state_bytes) is not int:
             raise ValueError("a timing is not made of numbers above 0 and below 2^63")
         if max(timing.param_numel, timing.state_bytes) >= _MOST_BYTES or timing.ms < _LEAST_MS:
             raise ValueError("a timing is of more than there is, or of no time")
-    *wide, narrow = profile.timings
-    if any(begin.state_bytes >= end.state_bytes for begin, end in itertools.pairwise(wide)):
-        raise ValueError("its timings are not by ascending size of the state")
-    large = wide[-1]
-    if large.state_bytes * narrow.param_numel <= narrow.state_bytes * large.param_numel:
-        raise ValueError("the last timing is not of fewer bytes a parameter than the others")
+    for timings in (profile.timings, profile.narrow_timings):
+        if any(begin.state_bytes >= end.state_bytes for begin, end in itertools.pairwise(timings)):
+            raise ValueError("its timings are not by ascending size of the state")
+    wide, narrow = profile.timings[-1], profile.narrow_timings[-1]
+    if wide.state_bytes * narrow.param_numel <= narrow.state_bytes * wide.param_numel:
+        raise ValueError("narrow_timings are not of fewer bytes a parameter than the others")
 
 
 def _is_above_0(value: Any) -> bool:
@@ -323,4 +331,5 @@ def as_json(profile: Profile) -> dict[str, Any]:
         "duplex_gbps": profile.duplex_gbps,
         "choices": [choice._asdict() for choice in profile.choices],
         "timings": [timing._asdict() for timing in profile.timings],
+        "narrow_timings": [timing._asdict() for timing in profile.narrow_timings],
     }

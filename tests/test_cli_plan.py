@@ -268,9 +268,10 @@ def test_what_does_not_fit_comes_with_what_would(
     if is_tuned:  # a ring for large state, and none for small
         small = Choice(10**9, "zero_copy", 8 * 2**20, 3, 32, 7.0, "because")
         large = Choice(10**11, "copy", 64 * 2**20, 4, 64, 720.0, "because")
-        timings = (Timing(10**8, 10**9, 7.0), Timing(10**10, 10**11, 720.0), Timing(10**10, 6 * 10**10, 400.0))
+        timings = (Timing(10**8, 10**9, 7.0), Timing(10**10, 10**11, 720.0))
+        narrow = (Timing(10**8, 6 * 10**8, 4.0), Timing(10**10, 6 * 10**10, 400.0))
         key = MachineKey("GPU", "link", "host", {})
-        profile = Profile(key, "2026-11-28", 47.0, (small, large), timings)
+        profile = Profile(key, "2026-11-28", 47.0, (small, large), timings, narrow)
         monkeypatch.setattr("fused_offload.profiles.of_device", lambda index: Found(profile, "made up"))
     given = ["--params", "13e9", *arguments.split()]
     (note,) = (note for note in plan(capsys, *given)["notes"] if "too small" in note)

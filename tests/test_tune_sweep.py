@@ -259,27 +259,29 @@ def test_a_choice_for_every_size_and_a_profile_that_is_taken(monkeypatch: pytest
     assert sizes == [3_750_000, 15_000_000, 60_000_000, 240_000_000, 1_999_999_992]
     transports = [choice.transport for choice in tuning.profile.choices]
     assert transports == ["zero_copy", "zero_copy", "zero_copy", "copy", "copy"]
-    assert [timing.state_bytes for timing in tuning.profile.timings] == [*sizes, 999_999_996]
+    assert [timing.state_bytes for timing in tuning.profile.timings] == sizes
+    assert [timing.state_bytes for timing in tuning.profile.narrow_timings] == [nbytes // 2 for nbytes in sizes]
     profile = profiles.load(profiles.save(tuning.profile, tmp_path))
     assert profile.choice_for(30_000_001).state_bytes == 60_000_000
-    for timing in tuning.profile.timings:
+    for timing in (*tuning.profile.timings, *tuning.profile.narrow_timings):
         assert profile.step_ms(timing.state_bytes, timing.param_numel) == pytest.approx(timing.ms)
 
 
 @pytest.mark.parametrize("what", ["_time_narrow", "_time_resident"])
 def test_what_is_timed_alone_is_a_mean_of_the_middle_half(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host may have two levels; the median of twelve steps is one of them, and which is a matter of luck."""
-    samples = [0.7] * 7 + [1.05] * 5
+    samples = [0.7] * 9 + [1.05] * 7 if what == "_time_narrow" else [9.0] + [0.7] * 7 + [1.05] * 5
 
     class Steps:
         param_numel, state_bytes = 1000, 6000
         optimizer: Any = types.SimpleNamespace(close=lambda: None)
 
         def __init__(self, *_: Any) -> None:
-            self.left = [9.0, *samples]
+            self.left = list(samples)
 
         def time(self, way: Any, steps: int) -> list[float]:
-            return samples[:steps]
+            self.left, now = self.left[steps:], self.left[:steps]
+            return now
 
         def step_ms(self) -> float:
             return self.left.pop(0)
@@ -291,6 +293,9 @@ def test_what_is_timed_alone_is_a_mean_of_the_middle_half(what: str, monkeypatch
     choice = choose(timed(c8x3=1.0, z64=2.0), 10**6)
     device = torch.device("cuda")
     report: Any = lambda *_: None  # noqa: E731
-    timing: Any = measure._time_narrow(1000, choice, device, report) if what == "_time_narrow" else None
-    ms = timing.ms if timing is not None else measure._time_resident(1000, device, report)
-    assert ms == pytest.approx((4 * 0.7 + 2 * 1.05) / 6)
+    if what == "_time_narrow":
+        ((_, _, ms),) = measure._time_narrow([1000], [choice], device, report)
+        assert ms == pytest.approx((5 * 0.7 + 3 * 1.05) / 8)
+    else:
+        ms = measure._time_resident(1000, device, report)
+        assert ms == pytest.approx((4 * 0.7 + 2 * 1.05) / 6)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from fused_offload import OffloadConfig
 from fused_offload.config import MIB
 from fused_offload.hostmem import available_host_bytes
 from fused_offload.machine_key import MachineKey
-from fused_offload.profiles import Choice, Profile, Timing
+from fused_offload.profiles import Choice, Profile, Timing, nearest
 from fused_offload.streaming import Streaming
 
 from .choose import CHUNK_MIB, DEPTHS, Timed, candidates, choose, chosen, gigabytes, graph_candidates, still_close
@@ -99,14 +100,15 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
                 one, spent = sweep(steps, left / (len(numels) - len(swept)), report)
             left -= spent
             swept.append(one)
-        narrow = _time_narrow(numels[-1], swept[-1].choice, device, report)
+        narrow = _time_narrow(numels, [one.choice for one in swept], device, report)
         kernel_ms = _time_resident(numels[-1], device, report)
     profile = Profile(
         key,
         datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
         duplex_gbps,
         tuple(one.choice for one in swept),
-        (*(Timing(one.param_numel, one.state_bytes, one.choice.ms) for one in swept), narrow),
+        tuple(Timing(one.param_numel, one.state_bytes, one.choice.ms) for one in swept),
+        narrow,
     )
     return Tuning(profile, tuple(link), kernel_ms, tuple(swept), time.perf_counter() - start)
 
@@ -193,14 +195,24 @@ def _timed(samples: Mapping[Streaming, list[float]], ways: Iterable[Streaming]) 
     return tuple(Timed(way, tuple(samples[way])) for way in ways)
 
 
-def _time_narrow(numel: int, choice: Choice, device: torch.device, report: Report) -> Timing:
-    report("steps of 6 bytes a parameter", 0, 1)
-    with rig(numel, NARROW, device) as steps:
-        way = chosen(choice)
-        ms = Timed(way, tuple(steps.time(way, _TIMED_ALONE))).ms
-        timing = Timing(steps.param_numel, steps.state_bytes, ms)
-    report("steps of 6 bytes a parameter", 1, 1)
-    return timing
+def _time_narrow(
+    numels: Sequence[int], choices: Sequence[Choice], device: torch.device, report: Report
+) -> tuple[Timing, ...]:
+    """Steps of the narrowest state, by what was chosen for so much of it; the sizes take turns."""
+    phase = "steps of 6 bytes a parameter"
+    report(phase, 0, _FEWEST_ROUNDS)
+    with contextlib.ExitStack() as stack:
+        rigs = [stack.enter_context(rig(numel, NARROW, device)) for numel in numels]
+        ways = [chosen(nearest(choices, steps.state_bytes)) for steps in rigs]
+        samples: list[list[float]] = [[] for _ in rigs]
+        for index in range(_FEWEST_ROUNDS):
+            for steps, way, times in zip(rigs, ways, samples, strict=True):
+                times += steps.time(way, _STEPS)
+            report(phase, index + 1, _FEWEST_ROUNDS)
+        return tuple(
+            Timing(steps.param_numel, steps.state_bytes, Timed(way, tuple(times)).ms)
+            for steps, way, times in zip(rigs, ways, samples, strict=True)
+        )
 
 
 def _time_resident(numel: int, device: torch.device, report: Report) -> float | None:
