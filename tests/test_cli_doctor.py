@@ -60,6 +60,20 @@ BAD = [
     (with_gpu(d2h_gbps=20.0), "GPU 0: device to host", "warning", "20.0 GB/s"),
     (with_gpu(error="RuntimeError: uncorrectable ECC error"), "GPU 0", "problem", "ECC"),
     (
+        dataclasses.replace(
+            with_gpu(numa_node=0, gbps_by_node={0: 20.0, 1: 50.0}), numa_nodes={0: 10**9, 1: 2 * 10**9}
+        ),
+        "GPU 0: memory by node",
+        "warning",
+        "node 0 20.0 GB/s, node 1 50.0 GB/s",
+    ),
+    (
+        dataclasses.replace(with_gpu(gbps_by_node={0: 50.0, 1: 20.0}), numa_nodes={0: 10**9, 1: 2 * 10**9}),
+        "GPU 0: memory by node",
+        "warning",
+        "node 1 20.0 GB/s",
+    ),
+    (
         dataclasses.replace(GOOD, missing={"transformer_engine": "OSError: libcudnn", "megatron.core": None}),
         "TransformerEngine",
         "warning",
@@ -121,6 +135,9 @@ def test_what_is_as_good_as_it_gets() -> None:
     preferred = dataclasses.replace(with_gpu(numa_node=1), numa_nodes=nodes)
     assert "while it has room, 2.0 GB are free" in found(preferred, "GPU 0: NUMA node").found
     assert "node 1 2.0 GB free" in found(near, "NUMA").found
+    fast = dataclasses.replace(with_gpu(numa_node=1, gbps_by_node={0: 20.0, 1: 50.0}), numa_nodes=nodes)
+    assert found(fast, "GPU 0: memory by node").level == "ok"
+    assert not [finding for finding in examine(preferred) if finding.what.endswith("by node")]
     hidden = with_gpu(link=Link())  # a virtual machine: nothing to compare the measured speed with
     assert exit_code(examine(hidden)) == 0
     # A link that is slow and known to be: the measured speed is what it gives.
@@ -248,7 +265,7 @@ def test_every_gpu_is_read(nvml: Any, sysfs: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     asked = []
-    monkeypatch.setattr(machine, "_measure", lambda device, seconds: asked.append(seconds) or (None, 50.0, 51.0))
+    monkeypatch.setattr(machine, "_measure", lambda device, seconds, node: asked.append(seconds) or (None, 50.0, 51.0))
     gpus = read_machine(sysfs, nvml).gpus
     facts: dict[str, Any] = {"nvml_error": "No module named 'pynvml'"}
     if nvml is FakeNvml:
@@ -267,6 +284,19 @@ def test_every_gpu_is_read(nvml: Any, sysfs: Path, monkeypatch: pytest.MonkeyPat
     assert 2 * sum(asked) <= 1  # seconds, both directions of all GPUs
 
 
+def test_each_node_is_measured_where_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = {0: 20.0, 1: None, 2: 50.0}  # node 1 is full, say
+    monkeypatch.setattr(machine, "_measure", lambda device, seconds, node: (None, speeds[node], 1.0))
+    device = torch.device("cuda", 0)
+    assert machine._gbps_by_node(device, 0.3, [0, 1, 2]) == {0: 20.0, 2: 50.0}
+    assert machine._gbps_by_node(device, 0.3, [0]) == {}
+
+
+def test_the_memory_of_a_gpu_is_no_host_memory(sysfs: Path) -> None:
+    (sysfs / "devices/system/node/node2").mkdir()  # no CPU is on it
+    assert machine._nodes_with_cpus(sysfs) == [0, 1]
+
+
 def test_a_gpu_that_cannot_be_asked_hides_no_other(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def properties(index: int) -> Any:
         if index == 0:
@@ -278,7 +308,7 @@ def test_a_gpu_that_cannot_be_asked_hides_no_other(sysfs: Path, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(machine, "_measure", lambda device, seconds: (None, 50.0, 51.0))
+    monkeypatch.setattr(machine, "_measure", lambda device, seconds, node: (None, 50.0, 51.0))
     read = read_machine(sysfs, FakeNvml)
     assert [gpu.name for gpu in read.gpus] == ["cuda:0", "H100"]
     assert "ECC" in found(read, "GPU 0").found
@@ -319,7 +349,7 @@ def test_copies_are_timed_and_refusals_reported(monkeypatch: pytest.MonkeyPatch)
         return slabs[-1]
 
     monkeypatch.setattr(machine, "PinnedSlab", slab)
-    error, h2d, d2h = machine._measure(torch.device("cpu"), 0.01)
+    error, h2d, d2h = machine._measure(torch.device("cpu"), 0.01, None)
     assert error is None
     assert h2d is not None
     assert d2h is not None
@@ -330,13 +360,13 @@ def test_copies_are_timed_and_refusals_reported(monkeypatch: pytest.MonkeyPatch)
         raise RuntimeError("The CUDA driver refused")
 
     monkeypatch.setattr(machine, "PinnedSlab", refuse)
-    assert machine._measure(torch.device("cpu"), 0.01) == ("The CUDA driver refused", None, None)
+    assert machine._measure(torch.device("cpu"), 0.01, None) == ("The CUDA driver refused", None, None)
 
     def no_memory(nbytes: int, *, pin: bool, numa_node: int | None) -> PinnedSlab:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(machine, "PinnedSlab", no_memory)
-    assert "Cannot allocate memory" in str(machine._measure(torch.device("cpu"), 0.01)[0])
+    assert "Cannot allocate memory" in str(machine._measure(torch.device("cpu"), 0.01, None)[0])
 
 
 @pytest.mark.gpu

@@ -12,6 +12,9 @@ _LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 _GOOD_SHARE = 0.7
 """Of what the lanes carry. An H100 over PCIe 5 x16 reaches 54 of 63 GB/s, so what is below this is no overhead."""
 
+_GOOD_NODE_SHARE = 0.6
+"""Of what the GPU reads from the best NUMA node."""
+
 _GOOD_ROOM = 0.5
 """Of the host's memory. Who has less free probably did not expect it: state is the largest thing on the host."""
 
@@ -171,7 +174,25 @@ def _numa(machine: Machine) -> list[Finding]:
             )
             found = f"{gpu.numa_node}, memory may lie elsewhere: {gpu.numa_error}"
             findings.append(Finding("warning", what, found, advice))
+        findings += _by_node(f"GPU {index}: memory by node", gpu)
     return findings
+
+
+def _by_node(what: str, gpu: Gpu) -> list[Finding]:
+    """Whether state lies where the GPU reads fast."""
+    speeds = gpu.gbps_by_node
+    if len(speeds) < 2:
+        return []
+    best = max(speeds, key=lambda node: speeds[node])
+    found = ", ".join(f"node {node} {gbps:.1f} GB/s" for node, gbps in speeds.items())
+    used = [gpu.numa_node] if gpu.numa_node in speeds else list(speeds)  # unknown: it may be any
+    slow = [node for node in used if node is not None and speeds[node] < _GOOD_NODE_SHARE * speeds[best]]
+    if not slow:
+        return [Finding("ok", what, found)]
+    advice = (
+        f"State may lie on {_listed(slow)}: numactl --cpunodebind={best} --membind={best} for the process of this GPU"
+    )
+    return [Finding("warning", what, found, advice)]
 
 
 def _listed(nodes: Sequence[int]) -> str:

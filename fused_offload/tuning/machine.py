@@ -8,8 +8,8 @@ import os
 import re
 import resource
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,7 @@ class Gpu:
         link: its link, as it was right after the copies.
         numa_node: node of its slot, or None.
         numa_error: why memory cannot be asked for on that node, or None.
+        gbps_by_node: measured from memory on each NUMA node of several.
         error: why nothing else could be asked, or None.
         pin_error: why a small piece of host memory could not be page-locked, or None.
         h2d_gbps: measured from page-locked memory alone, or None.
@@ -73,6 +74,7 @@ class Gpu:
     link: Link = Link()
     numa_node: int | None = None
     numa_error: str | None = None
+    gbps_by_node: Mapping[int, float] = field(default_factory=dict)
     error: str | None = None
     pin_error: str | None = None
     h2d_gbps: float | None = None
@@ -206,10 +208,13 @@ def _read_gpus(sysfs: Path, nvml: Callable[[], Any]) -> tuple[Gpu, ...]:
 
 def _read_gpu(index: int, seconds: float, sysfs: Path, nvml: Callable[[], Any]) -> Gpu:
     properties = torch.cuda.get_device_properties(index)
-    pin_error, h2d, d2h = _measure(torch.device("cuda", index), seconds)
+    device = torch.device("cuda", index)
+    pin_error, h2d, d2h = _measure(device, seconds, numa.preferred_node(device))
     found = profiles.of_device(index)
     facts = read_nvml(nvml, str(getattr(properties, "uuid", "")))
     facts |= _read_numa(cuda_driver.pci_bus_id(index), sysfs)
+    if pin_error is None and facts["numa_error"] is None:
+        facts["gbps_by_node"] = _gbps_by_node(device, seconds, _nodes_with_cpus(sysfs))
     return Gpu(
         name=properties.name,
         memory_bytes=properties.total_memory,
@@ -229,11 +234,24 @@ def _in_words(found: profiles.Found) -> str:
     return f"{', '.join(choices)}; {found.reason}"
 
 
-def _measure(device: torch.device, seconds: float) -> tuple[str | None, float | None, float | None]:
-    """Page-locks a little memory and copies it each way, alone."""
+def _nodes_with_cpus(sysfs: Path) -> list[int]:
+    """Nodes of host memory: some GPUs show theirs as nodes, too."""
+    return [node for node, folder in numa.node_folders(sysfs).items() if any(folder.glob("cpu[0-9]*"))]
+
+
+def _gbps_by_node(device: torch.device, seconds: float, nodes: Sequence[int]) -> dict[int, float]:
+    """Copies to the device from memory on each of several nodes; without those where none can be had."""
+    if len(nodes) < 2:
+        return {}
+    measured = {node: _measure(device, seconds / len(nodes), node)[1] for node in nodes}
+    return {node: gbps for node, gbps in measured.items() if gbps is not None}
+
+
+def _measure(device: torch.device, seconds: float, node: int | None) -> tuple[str | None, float | None, float | None]:
+    """Page-locks a little memory, on a node if one is named, and copies it each way, alone."""
     try:
         with torch.cuda.device(device):
-            slab = PinnedSlab(_COPY_BYTES, pin=True, numa_node=numa.preferred_node(device))
+            slab = PinnedSlab(_COPY_BYTES, pin=True, numa_node=node)
             try:
                 mirror = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
                 return None, _gbps(mirror, slab.bytes, seconds), _gbps(slab.bytes, mirror, seconds)
