@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -23,13 +22,15 @@ from machine import machine_facts  # noqa: E402
 from rows import Rows  # noqa: E402
 from scale import Scale, cpu_scale, full_scale, smoke_scale  # noqa: E402
 
+from fused_offload import quantities  # noqa: E402
+
 _ROWS = pytest.StashKey[Rows]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fused-offload benchmarks")
     group.addoption(
-        "--bench-numel", type=_at_least_1, help="parameters (default: 1_000_000_000 on a GPU, 1_000_000 without)"
+        "--bench-numel", type=quantities.count, help="parameters (default: 1_000_000_000 on a GPU, 1_000_000 without)"
     )
     group.addoption("--results", metavar="FILE.json", help="write machine facts and all rows to this file")
     group.addoption("--profiles", metavar="DIR", help="where fused-offload tune kept its profile (default: as it does)")
@@ -57,7 +58,7 @@ class _ResultsFile:
         self._config = config
         self._skipped: dict[str, list[str]] = {}  # by reason
         self._failed: list[str] = []
-        self._machine = machine_facts()
+        self._machine: dict[str, Any] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.skipped:
@@ -72,6 +73,8 @@ class _ResultsFile:
         self._write()
 
     def _write(self) -> None:
+        # Behind the first benchmark, since an idle link slows down, and before the file can change the checkout.
+        self._machine = self._machine or machine_facts()
         results: dict[str, Any] = {
             "command": " ".join(["pytest", *self._config.invocation_params.args]),
             "scale": asdict(_scale(self._config)),
@@ -84,12 +87,6 @@ class _ResultsFile:
         unfinished = self._path.with_name(self._path.name + ".tmp")
         unfinished.write_text(json.dumps(results, indent=2) + "\n")
         unfinished.replace(self._path)
-
-
-def _at_least_1(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
 
 
 def pytest_configure(config: pytest.Config) -> None:

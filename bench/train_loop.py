@@ -266,6 +266,7 @@ def main(arguments: list[str] | None = None) -> int:
     results: dict[str, Any] = {}
     skipped: dict[str, str] = {}
     failed: dict[str, str] = {}
+    machine: dict[str, Any] = {}
     for name in args.cases:
         try:
             results[name] = train(all_cases()[name], args, results.get("none-4", {}))
@@ -279,8 +280,9 @@ def main(arguments: list[str] | None = None) -> int:
             torch.cuda.empty_cache()
         add_ratios(results)
         print(in_words(name, results.get(name), skipped.get(name) or failed.get(name)), flush=True)
+        machine = machine or machine_facts()  # behind the first case, since an idle link slows down
         record = {
-            "machine": machine_facts(),
+            "machine": machine,
             "arguments": {key: value for key, value in vars(args).items() if key not in ("results", "cases")},
             "scale": {"smoke": args.tiny or torch.device(args.device).type != "cuda"},
             "cases": results,
