@@ -109,8 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if file.resolve() != path.resolve()
     ]
     comparisons = compare(results, stored)
-    newest = {(one.name, one.source) for one in comparisons}
-    for name, source in sorted(missing(found, stored, {source for _, source in newest})):
+    for name, source in sorted(missing(found, stored, {one.source for one in comparisons})):
         print(f"{name}: not measured now, it is in {source}")
     if not comparisons:
         print(

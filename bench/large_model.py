@@ -35,7 +35,7 @@ import torch
 from clock import mark, ms_between, wall_ms
 from copies_only import run_copies_only
 from gpt import Gpt
-from machine import machine_facts
+from machine import check_device, machine_facts
 from quality import Size, Text, read_text, windows
 from torch import nn
 from torch.nn import functional
@@ -536,8 +536,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model that trains in seconds")
     options = parser.parse_args(arguments)
-    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA GPU; --tiny --device cpu runs without one, and says nothing about speed")
+    check_device(parser, options.device)
     if options.tiny:
         vars(options).update(TINY)
     if options.microbatches is None:

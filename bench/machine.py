@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import importlib.metadata
 import os
@@ -43,6 +44,12 @@ def machine_facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "versions": {name: _version(name) for name in _PACKAGES},
     }
+
+
+def check_device(parser: argparse.ArgumentParser, device: str) -> None:
+    """Ends a program that should run on a GPU where there is none."""
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        parser.error("there is no CUDA GPU; --tiny --device cpu runs without one, and says nothing about speed")
 
 
 def _version(package: str) -> str | None:

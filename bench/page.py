@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ if str(_HERE) not in sys.path:
     sys.path.append(str(_HERE))
 
 from quality_table import quality_lines  # noqa: E402
-from table import Record, machine_lines, markdown, number, report  # noqa: E402
+from table import Column, Record, machine_lines, markdown, number, plain_table, report  # noqa: E402
 
 RESULTS = _HERE / "results"
 DOCS = _HERE.parent / "docs"
@@ -97,21 +97,23 @@ class Results:
                 yield from _loop_lines(self.record, self.loop) if self.loop else _megatron_lines(self.record)
 
 
+_LOOP_COLUMNS = (
+    Column("case", lambda case: case["name"]),
+    Column("microbatches", lambda case: str(case["microbatches"])),
+    Column("iteration, ms", lambda case: number(case["iteration_ms"], 4)),
+    Column(
+        "over no optimizer, ms", lambda case: "" if case["name"][:4] == "none" else number(case.get("over_none_ms"))
+    ),
+    Column("added, ms", lambda case: number(case.get("added_ms")) if case.get("host_bytes") else ""),
+    Column("step alone, ms", lambda case: number(case.get("step_alone_ms"))),
+    Column("host GB", lambda case: number(case["host_bytes"] / 1e9) if case.get("host_bytes") else ""),
+    Column("peak GPU GB", lambda case: number(case["peak_bytes"] / 1e9) if "peak_bytes" in case else ""),
+    Column("note", lambda case: str(case.get("note", ""))),
+)
+
+
 def _loop_lines(record: Record, cases: dict[str, Record]) -> Iterator[str]:
-    columns: dict[str, Callable[[str, Record], str]] = {
-        "case": lambda name, case: name,
-        "microbatches": lambda name, case: str(case["microbatches"]),
-        "iteration, ms": lambda name, case: number(case["iteration_ms"], 4),
-        "over no optimizer, ms": lambda name, case: number(case.get("over_none_ms")) if name[:4] != "none" else "",
-        "added, ms": lambda name, case: number(case.get("added_ms")) if case.get("host_bytes") else "",
-        "step alone, ms": lambda name, case: number(case.get("step_alone_ms")),
-        "host GB": lambda name, case: number(case["host_bytes"] / 1e9) if case.get("host_bytes") else "",
-        "peak GPU GB": lambda name, case: number(case["peak_bytes"] / 1e9) if "peak_bytes" in case else "",
-        "note": lambda name, case: str(case.get("note", "")),
-    }
-    lines = {header: [text(name, case) for name, case in cases.items()] for header, text in columns.items()}
-    said = [header for header, texts in lines.items() if any(texts)]
-    yield from markdown(said, zip(*(lines[header] for header in said), strict=True))
+    yield from plain_table([{"name": name, **case} for name, case in cases.items()], _LOOP_COLUMNS)
     for name, reason in record.get("skipped", {}).items():
         yield from ("", f"Not measured: {name} ({reason})")
     for name, reason in record.get("failed", {}).items():

@@ -101,9 +101,9 @@ def markdown(header: Sequence[str], lines: Iterable[Sequence[str]]) -> Iterator[
         yield "| " + " | ".join(line) + " |"
 
 
-def plain_table(rows: list[Record]) -> Iterator[str]:
+def plain_table(rows: list[Record], columns: Iterable[Column] = COLUMNS) -> Iterator[str]:
     """One line for each row, with the columns that say something about any of them."""
-    columns = [column for column in COLUMNS if any(column.text(row) for row in rows)]
+    columns = [column for column in columns if any(column.text(row) for row in rows)]
     yield from markdown(
         [column.header for column in columns], ([column.text(row) for column in columns] for row in rows)
     )

@@ -27,7 +27,7 @@ import pytest
 import torch
 from clock import mark, ms_between, synchronize, time_step
 from gpt import Gpt
-from machine import machine_facts
+from machine import check_device, machine_facts
 from peers import NEEDS_NO_GPU, PEERS, Peer
 from torch import nn
 
@@ -251,8 +251,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--iterations and --warmup should be at least 1")
     if options.device.partition(":")[0] not in ("cuda", "cpu"):
         parser.error(f"--device {options.device} should be cuda or cpu")
-    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        parser.error("there is no CUDA GPU; --tiny --device cpu runs without one, and says nothing about speed")
+    check_device(parser, options.device)
     if torch.device(options.device).type != "cuda":
         options.cases = [name for name in options.cases if not all_cases()[name].full_gpu]
     elif any(all_cases()[name].full_gpu for name in options.cases) and "none-4" not in options.cases:

@@ -76,6 +76,11 @@ def driver_version() -> str:
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph is being captured on the current stream; nothing may wait for the device then."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 def register_host_memory(address: int, nbytes: int) -> str | None:
     """Page-locks host memory for every device. Returns the driver's message if it refuses, else None."""
     _make_context_current()

@@ -14,12 +14,16 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes a huge number where there is no limit
 
 
 def _read_int(path: Path) -> int | None:
-    text = _text(path).strip()
+    text = kernel_text(path).strip()
     return int(text) if text.isdecimal() else None
 
 
-def _text(path: Path) -> str:
-    """What a file of the kernel says; nothing where it cannot be read."""
+def kernel_text(path: Path) -> str:
+    """What a file of the kernel says; nothing where it cannot be read.
+
+    Args:
+        path: the file.
+    """
     try:
         return path.read_text(errors="surrogateescape")  # names of cgroups are bytes
     except OSError:
@@ -28,7 +32,7 @@ def _text(path: Path) -> str:
 
 def _reclaimable(folder: Path, key: str) -> int:
     """Page cache that the kernel gives back before it enforces the limit."""
-    found = re.search(rf"^{key} (\d+)$", _text(folder / "memory.stat"), re.MULTILINE)
+    found = re.search(rf"^{key} (\d+)$", kernel_text(folder / "memory.stat"), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
@@ -42,8 +46,10 @@ def _room(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> int
 def _cgroup_folders() -> list[Path]:
     """Folders of this process's cgroup and its parents; a container sees its own as the root."""
     folders = [_CGROUP_ROOT, _CGROUP_ROOT / "memory"]
-    for line in _text(_OWN_CGROUPS).splitlines():
-        _, controllers, name = (*line.split(":", 2), "none", "")[:3]
+    for line in kernel_text(_OWN_CGROUPS).splitlines():
+        if line.count(":") < 2:
+            continue
+        _, controllers, name = line.split(":", 2)
         base = _CGROUP_ROOT if controllers == "" else _CGROUP_ROOT / "memory"
         if controllers == "" or "memory" in controllers.split(","):
             own = base / name.lstrip("/")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from . import checkpoint
+from . import checkpoint, cuda_driver
 from .amp import AmpInputs, amp_inputs
 from .arguments import (
     MASTER_FORMS,
@@ -431,7 +431,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             self._stepper.engine.cancel_prefetch()  # what a step did not use, because it was skipped or refused
 
     def _step(self, closure: Callable[[], Any] | None, grad_scaler: Any) -> Any:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if cuda_driver.is_capturing():
             raise RuntimeError(
                 "FusedOffloadAdam.step() cannot be captured in a CUDA graph; call it outside the capture"
             )
@@ -606,7 +606,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             raise RuntimeError(
                 "OffloadConfig(window_bytes='auto') learns from a model: call attach(model), or give a number of bytes"
             )
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if cuda_driver.is_capturing():
             return
         if self._attachment is not None and self._attachment.budget_bytes is not None:
             self._stepper.prefetch_more(self._attachment.budget_bytes)

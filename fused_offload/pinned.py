@@ -103,7 +103,7 @@ def _unregister(address: int, pid: int, mapping: Any) -> None:
 
 def _is_capturing() -> bool:
     try:
-        return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return cuda_driver.is_capturing()
     except RuntimeError:  # the context is gone
         return False
 

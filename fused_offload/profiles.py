@@ -97,13 +97,11 @@ class Profile:
         """
         if not state_bytes or not param_numel:
             return 0.0
-        most, least = (timings[-1].state_bytes / timings[-1].param_numel for timings in self._measured())
+        measured = self.timings, self.narrow_timings
+        most, least = (timings[-1].state_bytes / timings[-1].param_numel for timings in measured)
         share = min(1.0, max(0.0, (state_bytes / param_numel - least) / (most - least)))
-        wide_ms, narrow_ms = (self._by_size(timings, state_bytes) for timings in self._measured())
+        wide_ms, narrow_ms = (self._by_size(timings, state_bytes) for timings in measured)
         return narrow_ms + share * (wide_ms - narrow_ms)
-
-    def _measured(self) -> tuple[tuple[Timing, ...], tuple[Timing, ...]]:
-        return self.timings, self.narrow_timings
 
     def _by_size(self, measured: Sequence[Timing], state_bytes: int) -> float:
         """A step by the size of its state alone, by straight lines through what was measured."""

@@ -29,10 +29,7 @@ _MOST_GB = 1e6
 
 def index(text: str) -> int:
     """A whole number from 0."""
-    value = number(text)
-    if not value.is_integer():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(value)
+    return _whole(number(text), text)
 
 
 def number(text: str) -> float:
@@ -154,7 +151,10 @@ def window_bytes(text: str) -> int | str:
 
 def positive_int(text: str) -> int:
     """A whole number of at least 1."""
-    value = positive(text)
+    return _whole(positive(text), text)
+
+
+def _whole(value: float, text: str) -> int:
     if not value.is_integer():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
     return int(value)

@@ -57,12 +57,25 @@ def streaming_of(config: OffloadConfig, device: torch.device, state_bytes: int) 
         device: of the parameters.
         state_bytes: of the extent.
     """
+    if _is_given(config):
+        return settle(config, None, state_bytes)  # nothing is read, and nothing said of a profile
+    profile = profiles.of(device)
+    return settle(config, None if profile is None else profile.choice_for(state_bytes), state_bytes)
+
+
+def settle(config: OffloadConfig, choice: Choice | None, state_bytes: int) -> Streaming:
+    """How state streams.
+
+    Args:
+        config: what the caller asked for; it wins over the choice.
+        choice: of a profile, or None.
+        state_bytes: of the extent.
+    """
     if config.transport == "zero_copy":
-        return Streaming(programs=_programs(config, device, state_bytes))
+        if config.zero_copy_programs != "auto":
+            return Streaming(programs=config.zero_copy_programs)
+        return Streaming(programs=DEFAULT_PROGRAMS if choice is None else choice.programs)
     chunk_bytes, depth = config.chunk_bytes, config.depth
-    if chunk_bytes != "auto" and depth != "auto":
-        return Streaming(chunk_bytes, depth)
-    choice = _choice(device, state_bytes)
     is_free = config.transport == "auto" and config.pin and (chunk_bytes, depth) == ("auto", "auto")
     if is_free and choice is not None and choice.transport == "zero_copy":
         return Streaming(programs=choice.programs)
@@ -74,13 +87,7 @@ def streaming_of(config: OffloadConfig, device: torch.device, state_bytes: int) 
     return Streaming(chunk_bytes, depth)
 
 
-def _programs(config: OffloadConfig, device: torch.device, state_bytes: int) -> int:
-    if config.zero_copy_programs != "auto":
-        return config.zero_copy_programs
-    choice = _choice(device, state_bytes)
-    return DEFAULT_PROGRAMS if choice is None else choice.programs
-
-
-def _choice(device: torch.device, state_bytes: int) -> Choice | None:
-    profile = profiles.of(device)
-    return None if profile is None else profile.choice_for(state_bytes)
+def _is_given(config: OffloadConfig) -> bool:
+    if config.transport == "zero_copy":
+        return config.zero_copy_programs != "auto"
+    return "auto" not in (config.chunk_bytes, config.depth)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .budget import Memory, Training, memory_of
+from .budget import Memory, Training, fits_into, memory_of
 
 _FRACTIONS = tuple(percent / 100 for percent in range(95, -1, -5))
 
@@ -33,8 +33,8 @@ def advice(
         return memory_of(numel, settle(changed, numel))
 
     def small(memory: Memory) -> list[str]:
-        needs = (("GPU", memory.gpu, gpu_bytes), ("host", memory.node, node_bytes))
-        return [what for what, nbytes, limit in needs if limit is not None and nbytes > limit]
+        fits = fits_into(memory, gpu_bytes=gpu_bytes, node_bytes=node_bytes)
+        return [what for what, is_enough in (("GPU", fits.gpu), ("host", fits.host)) if is_enough is False]
 
     too_small = small(needed(training))
     if not too_small:

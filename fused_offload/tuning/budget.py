@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -136,6 +137,35 @@ class Memory:
         return self.host_in_save * self.ranks_per_node
 
 
+class Fits(NamedTuple):
+    """Whether a model fits; None where no limit is given.
+
+    Attributes:
+        gpu: into the memory of a GPU.
+        host: into that of a host.
+        host_in_save: into that of a host during an asynchronous save.
+    """
+
+    gpu: bool | None
+    host: bool | None
+    host_in_save: bool | None
+
+
+def fits_into(memory: Memory, *, gpu_bytes: int | None, node_bytes: int | None) -> Fits:
+    """Whether a model fits.
+
+    Args:
+        memory: what it takes.
+        gpu_bytes: memory of a GPU, or None for no limit.
+        node_bytes: memory of a host, or None for no limit.
+    """
+    return Fits(
+        None if gpu_bytes is None else memory.gpu <= gpu_bytes,
+        None if node_bytes is None else memory.node <= node_bytes,
+        None if node_bytes is None else memory.node_in_save <= node_bytes,
+    )
+
+
 def memory_of(param_numel: int, training: Training) -> Memory:
     """Bytes that a model takes.
 
@@ -243,9 +273,8 @@ def largest_model(
     """
 
     def fits(numel: int, training: Training) -> bool:
-        memory = memory_of(numel, training)
-        node = memory.node_in_save if saving else memory.node
-        return (gpu_bytes is None or memory.gpu <= gpu_bytes) and (node_bytes is None or node <= node_bytes)
+        found = fits_into(memory_of(numel, training), gpu_bytes=gpu_bytes, node_bytes=node_bytes)
+        return False not in (found.gpu, found.host_in_save if saving else found.host)
 
     found, first = 0, 1
     while first <= MOST_PARAMS:

@@ -36,6 +36,22 @@ GRAPH_CHUNK_MIB = (2, 4, 16)
 """A replay costs the host nothing a chunk, so that smaller chunks could be as fast."""
 
 
+def middle_ms(samples_ms: Sequence[float]) -> float:
+    """Mean of the middle half; of fewer than four the shortest.
+
+    As steady as a median where there are outliers. But a host's speed may change between two levels every few seconds;
+    then the medians of two ways may lie at different levels, though both ways saw as much of each.
+
+    Args:
+        samples_ms: times of the same work.
+    """
+    ordered = sorted(samples_ms)
+    if len(ordered) < 4:
+        return ordered[0]
+    outside = len(ordered) // 4
+    return fmean(ordered[outside : len(ordered) - outside])
+
+
 class Timed(NamedTuple):
     """A way to stream, and what steps by it took.
 
@@ -49,16 +65,8 @@ class Timed(NamedTuple):
 
     @property
     def ms(self) -> float:
-        """Mean of the middle half; of fewer than four the shortest.
-
-        As steady as a median where there are outliers. But a host's speed may change between two levels every few
-        seconds; then the medians of two ways may lie at different levels, though both ways saw as much of each.
-        """
-        ordered = sorted(self.samples_ms)
-        if len(ordered) < 4:
-            return ordered[0]
-        outside = len(ordered) // 4
-        return fmean(ordered[outside : len(ordered) - outside])
+        """Their `middle_ms`."""
+        return middle_ms(self.samples_ms)
 
     @property
     def label(self) -> str:

@@ -17,7 +17,7 @@ import psutil
 import torch
 
 from fused_offload import cuda_driver, numa, profiles
-from fused_offload.hostmem import available_host_bytes
+from fused_offload.hostmem import available_host_bytes, kernel_text
 from fused_offload.machine_key import version_of
 from fused_offload.pinned import PinnedSlab
 
@@ -163,7 +163,7 @@ def read_numa_nodes(sysfs: Path) -> dict[int, int]:
     """
     nodes = {}
     for node, folder in numa.node_folders(sysfs).items():
-        free = re.search(r"MemFree:\s+(\d+) kB", _text(folder / "meminfo"))
+        free = re.search(r"MemFree:\s+(\d+) kB", kernel_text(folder / "meminfo"))
         nodes[node] = int(free[1]) * 1024 if free else 0
     return nodes
 
@@ -177,13 +177,6 @@ def read_cpu_nodes(sysfs: Path, cpus: set[int]) -> frozenset[int]:
     """
     folders = numa.node_folders(sysfs)
     return frozenset(node for node, folder in folders.items() if any((folder / f"cpu{cpu}").exists() for cpu in cpus))
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def _import_nvml() -> Any:

@@ -19,7 +19,18 @@ from fused_offload.machine_key import MachineKey
 from fused_offload.profiles import Choice, Profile, Timing, nearest
 from fused_offload.streaming import Streaming
 
-from .choose import CHUNK_MIB, DEPTHS, Timed, candidates, choose, chosen, gigabytes, graph_candidates, still_close
+from .choose import (
+    CHUNK_MIB,
+    DEPTHS,
+    Timed,
+    candidates,
+    choose,
+    chosen,
+    gigabytes,
+    graph_candidates,
+    middle_ms,
+    still_close,
+)
 from .link import LinkRate, Report, measure_link
 from .rig import NARROW, WIDE, Rig, rig
 
@@ -210,8 +221,8 @@ def _time_narrow(
                 times += steps.time(way, _STEPS)
             report(phase, index + 1, _FEWEST_ROUNDS)
         return tuple(
-            Timing(steps.param_numel, steps.state_bytes, Timed(way, tuple(times)).ms)
-            for steps, way, times in zip(rigs, ways, samples, strict=True)
+            Timing(steps.param_numel, steps.state_bytes, middle_ms(times))
+            for steps, times in zip(rigs, samples, strict=True)
         )
 
 
@@ -221,7 +232,7 @@ def _time_resident(numel: int, device: torch.device, report: Report) -> float | 
     if numel * (_WIDE_BYTES + 4) < _SHARE_OF_MEMORY * torch.cuda.mem_get_info(device)[0]:
         steps = Rig(numel, WIDE, OffloadConfig(fraction=0.0), device)
         steps.step_ms()
-        ms = Timed(Streaming(), tuple(steps.step_ms() for _ in range(_TIMED_ALONE))).ms
+        ms = middle_ms([steps.step_ms() for _ in range(_TIMED_ALONE)])
         steps.optimizer.close()
     report("kernel", 1, 1)
     return ms

@@ -8,7 +8,6 @@ import json
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -17,10 +16,10 @@ from fused_offload.config import MIB, OffloadConfig
 from fused_offload.in_backward import PART_BYTES
 from fused_offload.profiles import Choice, Found, Profile
 from fused_offload.quantities import MOST_PARAMS
-from fused_offload.streaming import streaming_of
+from fused_offload.streaming import settle
 
 from .advice import advice
-from .budget import Memory, StepTime, Training, largest_model, memory_of, profile_step_time, step_time
+from .budget import Memory, StepTime, Training, fits_into, largest_model, memory_of, profile_step_time, step_time
 from .sizes import MEGATRON_SIZES, Decoder, count_config, head_dim_of
 from .terms import DEFAULT_LINK_GBPS
 
@@ -75,7 +74,6 @@ def _training(options: argparse.Namespace) -> Training:
         window_bytes=options.window_bytes,
         chunk_bytes=options.chunk_bytes or "auto",
         depth=options.depth or "auto",
-        transport="copy",
     )
     return Training(
         param_dtype=options.param_dtype,
@@ -110,30 +108,27 @@ class _Tuning:
         """
         if self._profile is None:
             return training
-        choice = self._profile.choice_for(memory_of(numel, training).host_state)
-        key = training, choice
+        state_bytes = memory_of(numel, training).host_state
+        key = training, self._profile.choice_for(state_bytes)
         if key not in self._known:
-            self._known[key] = dataclasses.replace(training, offload=_chosen(training.offload, choice))
+            self._known[key] = _streaming_by(key[1], training, state_bytes)
         return self._known[key]
 
 
-def _chosen(offload: OffloadConfig, choice: Choice) -> OffloadConfig:
-    is_free = (offload.chunk_bytes, offload.depth) == ("auto", "auto")
-    if is_free and choice.transport == "zero_copy":
-        return dataclasses.replace(offload, transport="zero_copy", zero_copy_programs=choice.programs)
-    chunk_bytes = choice.chunk_bytes if offload.chunk_bytes == "auto" else offload.chunk_bytes
-    return dataclasses.replace(
-        offload, chunk_bytes=chunk_bytes, depth=choice.depth if offload.depth == "auto" else offload.depth
-    )
+def _streaming_by(choice: Choice | None, training: Training, state_bytes: int) -> Training:
+    """With the transport, the chunks and the depth that ``"auto"`` is for so much state of a rank.
 
-
-def _settled(training: Training, memory: Memory) -> Training:
-    """With the chunks and the depth that ``"auto"`` is for so much state of a rank."""
-    offload = training.offload
-    if offload.transport == "copy":
-        streaming = streaming_of(offload, torch.device("cpu"), memory.host_state)  # of which there is no profile
-        offload = dataclasses.replace(offload, chunk_bytes=streaming.chunk_bytes, depth=streaming.depth)
-    return dataclasses.replace(training, offload=offload)
+    Args:
+        choice: of a profile, or None without one.
+        training: how it is trained.
+        state_bytes: of a rank.
+    """
+    streaming = settle(training.offload, choice, state_bytes)
+    if streaming.programs is not None:
+        how: dict[str, Any] = {"transport": "zero_copy", "zero_copy_programs": streaming.programs}
+    else:
+        how = {"transport": "copy", "chunk_bytes": streaming.chunk_bytes, "depth": streaming.depth}
+    return dataclasses.replace(training, offload=dataclasses.replace(training.offload, **how))
 
 
 class _Prediction(NamedTuple):
@@ -176,12 +171,13 @@ def plan(options: argparse.Namespace) -> int:
     training_of = partial(tuning.settle, untuned)
     training = training_of(numel)
     memory = memory_of(numel, training)
-    settled = _settled(training, memory)
+    settled = _streaming_by(None, training, memory.host_state)
     prediction = _predict(options, training, memory, profile)
     time = prediction.time
-    gpu_bytes = None if options.gpu_memory is None else int(options.gpu_memory * 1e9)
-    node_bytes = None if options.host_memory is None else int(options.host_memory * 1e9)
-    limits = {"gpu_bytes": gpu_bytes, "node_bytes": node_bytes}
+    limits = {
+        "gpu_bytes": None if options.gpu_memory is None else int(options.gpu_memory * 1e9),
+        "node_bytes": None if options.host_memory is None else int(options.host_memory * 1e9),
+    }
     report = {
         "param_numel": numel,
         "training": dataclasses.asdict(settled),
@@ -197,11 +193,7 @@ def plan(options: argparse.Namespace) -> int:
             "node": memory.node,
             "node_in_save": memory.node_in_save,
         },
-        "fits": {
-            "gpu": None if gpu_bytes is None else memory.gpu <= gpu_bytes,
-            "host": None if node_bytes is None else memory.node <= node_bytes,
-            "host_in_save": None if node_bytes is None else memory.node_in_save <= node_bytes,
-        },
+        "fits": fits_into(memory, **limits)._asdict(),
         "largest_param_numel": {
             "training": largest_model(training_of, saving=False, **limits),
             "with_save": largest_model(training_of, saving=True, **limits),

@@ -165,16 +165,14 @@ def _decoder(config: Mapping[str, Any]) -> Decoder:
     kind, layers = config["model_type"], _whole(config, "num_hidden_layers", most=_MOST_LAYERS)
     hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
     attention_bias = _flag(config, "attention_bias", False)
-    experts_of = {
-        "mixtral": ("num_local_experts", 8),
-        "qwen2_moe": ("num_experts", 60),
-        "qwen3_moe": ("num_experts", 128),
+    experts_of = {  # two names, since releases of transformers differ in what they call it
+        "mixtral": ("num_local_experts", "num_experts", 8),
+        "qwen2_moe": ("num_experts", "num_local_experts", 60),
+        "qwen3_moe": ("num_experts", "num_local_experts", 128),
     }
     experts = 0
     if kind in experts_of:
-        key, default = experts_of[kind]
-        # Releases of transformers differ in what they call it.
-        other = {"num_experts": "num_local_experts", "num_local_experts": "num_experts"}[key]
+        key, other, default = experts_of[kind]
         experts = _whole(config, other if key not in config and other in config else key, default, least=0)
     ffn = _whole(config, "intermediate_size")
     dense_layers = _dense_layers(config) if kind in ("qwen2_moe", "qwen3_moe") else 0
