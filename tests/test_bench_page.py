@@ -102,6 +102,12 @@ def test_the_newest_file_of_the_same_card_counts() -> None:
     assert check.compare(changed(1.0), [("other", other)]) == []
 
 
+@pytest.mark.parametrize(("now", "slower"), [(1.14, False), (1.16, True)])
+def test_a_step_beside_disturbed_copies_is_not_what_later_ones_are_held_to(now: float, slower: bool) -> None:
+    check = load("check")
+    assert check.Comparison("step", now, stored=0.8, source="then").is_slower == slower
+
+
 def test_results_of_tune_have_a_section(tmp_path: Path) -> None:
     page = load("page")
     key = {"gpu": "H100", "link": "x16", "host": "Xeon", "versions": {"torch": "2.11"}}

@@ -155,7 +155,8 @@ def test_host_memory_is_exact_pinned_and_given_back() -> None:
     rise = process.memory_info().rss - before
     assert 9 * GIB * 0.98 <= rise <= 9 * GIB * 1.02
     assert optimizer.state[param]["exp_avg"].is_pinned()
-    if len(os.sched_getaffinity(0)) >= 16:
+    # Page-locking is many threads' work: other workers' tests are not to take the processors from it.
+    if len(os.sched_getaffinity(0)) >= 16 and "PYTEST_XDIST_WORKER" not in os.environ:
         assert 9 * GIB / seconds >= 4e9, f"{9 * GIB / seconds / 1e9:.1f} GB/s"
     optimizer.step()
     optimizer.close()

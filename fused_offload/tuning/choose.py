@@ -21,6 +21,10 @@ _AS_GOOD = 0.01
 _ZERO_COPY_GAIN = 0.03
 """Zero-copy has to save so much of the time: its kernel takes multiprocessors from whatever runs beside."""
 
+_SHORT_MS = 1.0
+"""In a step this short zero-copy only has to be as fast: it takes multiprocessors for less than that, and is a single
+launch, where copies cost the host several calls a chunk. So a host that turns slow lengthens it least."""
+
 _PROGRAMS_GAIN = 0.03
 """Another number of programs than the default has to save so much: how many a kernel needs depends on the stored forms,
 of which one is measured, and too few cost more than too many."""
@@ -145,7 +149,8 @@ def choose(timed: Sequence[Timed], state_bytes: int) -> Choice:
     copy = _least(_copies(timed), _AS_GOOD, lambda way: way.depth * way.chunk_bytes)
     zero_copy = _least(_zero_copies(timed), _PROGRAMS_GAIN, lambda way: way.programs != DEFAULT_PROGRAMS)
     fastest = {True: _fastest(_zero_copies(timed)), False: _fastest(_copies(timed))}
-    enough = fastest[False].ms * (1 - _ZERO_COPY_GAIN)
+    wanted = -_AS_GOOD if fastest[False].ms < _SHORT_MS else _ZERO_COPY_GAIN
+    enough = fastest[False].ms * (1 - wanted)
     is_zero_copy = fastest[True].ms < enough
     if is_zero_copy and zero_copy.ms >= enough:
         zero_copy = fastest[True]  # the default number of programs would not win
