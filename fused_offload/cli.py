@@ -251,7 +251,7 @@ def _add_tune(commands: Any) -> None:
         type=quantities.positive,
         default=DEFAULT_TUNING_SECONDS,
         metavar="S",
-        help="measure for about so long, starting and compiling apart; default: %(default)g",
+        help="compare for about so long; starting and a few last steps come on top; default: %(default)g",
     )
     tune.add_argument("--no-save", action="store_true", help="keep no profile")
     tune.add_argument("--json", action="store_true", help="print JSON with every measured step instead of tables")

@@ -146,8 +146,14 @@ def sweep(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Swept]:
 
     def run(steps: FakeSteps, seconds: float, told: Callable[..., Any] = lambda *_: None) -> Swept:
         monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=lambda: steps.now))
-        swept, spent = measure.sweep(steps, seconds, told)
-        assert spent <= max(seconds, spent_on_one_round(steps)) + 10 * steps.best_ms * 3 * 3e-3
+        began: list[float] = []
+
+        def tell(*report: Any) -> None:
+            began.append(steps.now)  # the first time when all is compiled
+            told(*report)
+
+        swept = measure.sweep(steps, seconds, tell)
+        assert steps.now - began[0] <= max(seconds, spent_on_one_round(steps)) + 10 * steps.best_ms * 3 * 3e-3
         most = max(len(one.samples_ms) for one in swept.timed)
         [choice] = [one for one in swept.timed if one.streaming == chosen(swept.choice)]
         assert len(choice.samples_ms) == most
@@ -263,7 +269,7 @@ def test_a_choice_for_every_size_and_a_profile_that_is_taken(monkeypatch: pytest
     monkeypatch.setattr(measure, "rig", lambda *arguments: contextlib.nullcontext(Steps(*arguments)))
     monkeypatch.setattr(measure, "_time_resident", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    tuning = measure.tune(KEY, torch.device("cuda", 0), 35.0, lambda *_: None)
+    tuning = measure.tune(KEY, torch.device("cuda", 0), 40.0, lambda *_: None)
     sizes = [choice.state_bytes for choice in tuning.profile.choices]
     assert sizes == [3_750_000, 15_000_000, 60_000_000, 240_000_000, 1_999_999_992]
     transports = [choice.transport for choice in tuning.profile.choices]
@@ -274,6 +280,44 @@ def test_a_choice_for_every_size_and_a_profile_that_is_taken(monkeypatch: pytest
     assert profile.choice_for(30_000_001).state_bytes == 60_000_000
     for timing in (*tuning.profile.timings, *tuning.profile.narrow_timings):
         assert profile.step_ms(timing.state_bytes, timing.param_numel) == pytest.approx(timing.ms)
+
+
+@pytest.mark.parametrize("compile_s", [0.0, 10.0])
+def test_compiling_and_page_locking_take_of_the_time(compile_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command has to end within a minute also where nothing was compiled before."""
+    measure = pytest.importorskip("fused_offload.tuning.measure")
+    clock = types.SimpleNamespace(now=0.0, compiled=False)
+    ends = []
+
+    class Steps(FakeSteps):
+        def __init__(self, numel: int, forms: dict[str, Any], *_: Any) -> None:
+            super().__init__(numel * 12)
+            self.param_numel = numel
+            clock.now += 0.5 + self.state_bytes / 4e9
+
+        def true_ms(self, way: Streaming) -> float:
+            return 1 + self.state_bytes / 45e6 + (way.chunk_bytes / 50e6 if way.programs is None else 0.0)
+
+        def time(self, way: Streaming, steps: int = 2, *, graph: bool = False) -> list[float]:
+            if not clock.compiled:
+                clock.now, clock.compiled = clock.now + compile_s, True
+            clock.now += (1 + steps) * self.true_ms(way) / 1e3
+            return super().time(way, steps, graph=graph)
+
+    def narrow(*_: Any) -> tuple[()]:
+        ends.append(clock.now)
+        return ()
+
+    monkeypatch.setattr(measure, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(measure, "measure_link", lambda *_: [measure.LinkRate(16, 54.0, 53.0, 50.0)])
+    monkeypatch.setattr(measure, "_free_bytes", lambda _: (10**12, 80 * 10**9))
+    monkeypatch.setattr(measure, "rig", lambda *arguments: contextlib.nullcontext(Steps(*arguments)))
+    monkeypatch.setattr(measure, "_time_narrow", narrow)
+    monkeypatch.setattr(measure, "_time_resident", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    measure.tune(KEY, torch.device("cuda", 0), 28.0, lambda *_: None)
+    one_step_by_each_way_s = 26 * 0.05
+    assert 24.0 < ends[0] < 28.0 + 2 * one_step_by_each_way_s
 
 
 @pytest.mark.parametrize("what", ["_time_narrow", "_time_resident"])

@@ -92,7 +92,8 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
     Args:
         key: of the machine.
         device: the GPU.
-        seconds: for measuring; starting, page-locking and compiling come on top. Every way is timed once in any case.
+        seconds: for the link and the sweeps, with the page-locking and compiling that they need. Every way is timed
+            once in any case, and the steps that are not compared come on top.
         report: told about the progress.
 
     Raises:
@@ -101,16 +102,14 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
     start = time.perf_counter()
     with torch.cuda.device(device):
         link = measure_link(device, report)
-        left = seconds - (time.perf_counter() - start)
         duplex_gbps = max(rate.duplex_gbps for rate in link)
         numels = sizes(duplex_gbps, *_free_bytes(device))
         swept: list[Swept] = []
         for numel in numels:
             with rig(numel, WIDE, device) as steps:
                 # The time is shared by the sizes that are left; a small state takes less than its share.
-                one, spent = sweep(steps, left / (len(numels) - len(swept)), report)
-            left -= spent
-            swept.append(one)
+                left = start + seconds - time.perf_counter()
+                swept.append(sweep(steps, left / (len(numels) - len(swept)), report))
         narrow = _time_narrow(numels, [one.choice for one in swept], device, report)
         kernel_ms = _time_resident(numels[-1], device, report)
     profile = Profile(
@@ -158,7 +157,7 @@ def _free_bytes(device: torch.device) -> tuple[int, int]:
     return available_host_bytes()[0], torch.cuda.mem_get_info(device)[0]
 
 
-def sweep(steps: Any, seconds: float, report: Report) -> tuple[Swept, float]:
+def sweep(steps: Any, seconds: float, report: Report) -> Swept:
     """Times every way in turn, round by round, and drops those that are clearly slower than another.
 
     One way after the other in each round: a link's speed drifts, and then it drifts for all of them. What is chosen is
@@ -168,14 +167,11 @@ def sweep(steps: Any, seconds: float, report: Report) -> tuple[Swept, float]:
         steps: a `Rig`.
         seconds: when they are over no round begins but the first, nor does one that would not end by then.
         report: told about the progress.
-
-    Returns:
-        What was found, and how many seconds that took.
     """
     state_bytes = steps.state_bytes
     phase = f"steps of {gigabytes(state_bytes)}"
     close = ways = candidates(state_bytes)
-    for way in ways:  # not on the clock: kernels are compiled
+    for way in ways:  # not on the clock: kernels are compiled, which is all that a size would have time for
         steps.time(way, 0)
     samples: dict[Streaming, list[float]] = {way: [] for way in ways}
     order = random.Random(0)
@@ -198,8 +194,7 @@ def sweep(steps: Any, seconds: float, report: Report) -> tuple[Swept, float]:
         for way, times in graphs.items():
             if not times or time.perf_counter() < start + seconds:
                 times += steps.time(way, _STEPS, graph=True)
-    swept = Swept(steps.param_numel, state_bytes, _timed(samples, ways), choice, _timed(graphs, graphs))
-    return swept, time.perf_counter() - start
+    return Swept(steps.param_numel, state_bytes, _timed(samples, ways), choice, _timed(graphs, graphs))
 
 
 def _timed(samples: Mapping[Streaming, list[float]], ways: Iterable[Streaming]) -> tuple[Timed, ...]:

@@ -11,5 +11,5 @@ MASTERS = ("fp32", "fp16", "remainder", "none")
 DEFAULT_LINK_GBPS = 47.0
 """GB/s each way with both directions busy: measured on an H100 over PCIe 5 x16."""
 
-DEFAULT_TUNING_SECONDS = 35.0
-"""Measuring stops after about so long; starting, page-locking and compiling come on top."""
+DEFAULT_TUNING_SECONDS = 40.0
+"""Comparing ways stops after about so long; starting and the last steps, which are not compared, come on top."""
