@@ -30,8 +30,7 @@ _HEAD = """# Benchmarks
 Made by `python bench/page.py` from `bench/results/*.json`; change those, not this page.
 [bench/README.md](../bench/README.md) says what each case does, what the columns mean and how to run them: `make bench`
 on a machine with a GPU. Times of different files are not to be compared: a link's speed differs from run to run, which
-is why each file measures what it compares with. Before commit 99e3f45 "the defaults" were 48 MiB x 3 for every size;
-the files of `fused-offload tune` are of f55ae54.
+is why each file measures what it compares with.
 """
 
 _FORMS = ("12B", "10B", "6B")
@@ -118,6 +117,8 @@ def _loop_lines(record: Record, cases: dict[str, Record]) -> Iterator[str]:
         yield from ("", f"Not measured: {name} ({reason})")
     for name, reason in record.get("failed", {}).items():
         yield from ("", f"**Failed: {name}**: {reason}")
+    for remark in record.get("remarks", []):  # written by hand: what is known of the numbers since
+        yield from ("", remark)
 
 
 def _large_lines(record: Record) -> Iterator[str]:
@@ -288,10 +289,25 @@ def draw_peers(axis: Any, results: Results) -> None:
     rows = {name.partition("/")[2]: row for name, row in results.rows.items() if name.startswith("peers/")}
     for form in _FORMS:
         rows[f"FusedOffloadAdam, {form}"] = results.rows[f"step/{form}/whole-step"]
-    ordered = sorted(rows.items(), key=lambda item: -item[1]["median_ms"])
-    colours = ["tab:orange" if name.startswith("Fused") else "tab:blue" for name, _ in ordered]
-    axis.barh([name for name, _ in ordered], [row["median_ms"] for _, row in ordered], color=colours)
+    _draw_optimizers(axis, [(name, row["median_ms"], row["note"]) for name, row in rows.items()])
     axis.set(xlabel="ms", title="A step of a billion parameters, from gradients to final parameters")
+
+
+def _draw_optimizers(axis: Any, bars: list[tuple[str, float, str]]) -> None:
+    """Bars by name, time and note, coloured by whose they are and where their state is."""
+    kinds = {"ours": "tab:orange", "others, state on the host": "tab:blue", "state on the GPU": "tab:gray"}
+    ordered = sorted(bars, key=lambda bar: -bar[1])
+    for kind, colour in kinds.items():
+        shown = [(place, ms) for place, (name, ms, note) in enumerate(ordered) if _kind(name, note) == kind]
+        axis.barh([place for place, _ in shown], [ms for _, ms in shown], color=colour, label=kind)
+    axis.set_yticks(range(len(ordered)), [name for name, _, _ in ordered])
+    axis.legend()
+
+
+def _kind(name: str, note: str) -> str:
+    if "on the GPU" in note or "resident" in name:
+        return "state on the GPU"
+    return "ours" if name.startswith("FusedOffload") else "others, state on the host"
 
 
 def draw_loop(axis: Any, results: Results) -> None:
@@ -317,12 +333,12 @@ def draw_training(axis: Any, results: Results) -> None:
     """What ours and others add to an iteration without an optimizer."""
     shown = {name: results.loop[name] for name in _TRAINED if name in results.loop}
     shown |= {name: case for name, case in results.loop.items() if case.get("note")}
-    ordered = sorted(shown.items(), key=lambda item: -item[1]["over_none_ms"])
-    names = [
-        name.removesuffix("-4") if case.get("note") else f"FusedOffloadAdam, {name[:-2]}" for name, case in ordered
-    ]
-    colours = ["tab:blue" if case.get("note") else "tab:orange" for _, case in ordered]
-    axis.barh(names, [case["over_none_ms"] for _, case in ordered], color=colours)
+    bars = []
+    for name, case in shown.items():
+        note = case.get("note", "")
+        label = name.removesuffix("-4") if note else f"FusedOffloadAdam, {name[:-2]}"
+        bars.append((label, case["over_none_ms"], note))
+    _draw_optimizers(axis, bars)
     axis.set(xlabel="ms", title="Added to an iteration without optimizer, 4 microbatches")
 
 

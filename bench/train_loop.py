@@ -150,6 +150,24 @@ def train(case: Case, args: argparse.Namespace, baseline: dict[str, Any]) -> dic
     torch.manual_seed(0)
     with device:
         model = Gpt(args).bfloat16()
+    try:
+        return train_model(case, args, model, warmup)
+    finally:
+        for param in model.parameters():
+            # Some peers' hooks keep the model alive, which is not to count as memory of the cases that follow.
+            param.grad, param.data = None, torch.empty(0, dtype=param.dtype, device=device)
+
+
+def train_model(case: Case, args: argparse.Namespace, model: nn.Module, warmup: int) -> dict[str, Any]:
+    """What a case's iterations took, and its memory.
+
+    Args:
+        case: which.
+        args: the command line.
+        model: trained by it.
+        warmup: iterations that are not timed.
+    """
+    device = torch.device(args.device)
     params = list(model.parameters())
     trained = optimizer_of(case, model)
     tokens = torch.randint(0, args.vocab, (args.batch, args.length + 1), device=device)

@@ -18,7 +18,7 @@ DEFAULT_DEPTH = 3
 """Depth where no profile of the machine says another."""
 
 DEFAULT_PROGRAMS = 64
-"""Programs of a zero-copy kernel where no profile says another: 64 and 128 are within 10 %, 16 up to 57 % slower (H100,
+"""Programs of a zero-copy kernel where no profile says another: 64 and 128 are within 3 %, 16 up to 61 % slower (H100,
 PCIe 5 x16)."""
 
 
@@ -35,7 +35,7 @@ class OffloadConfig:
             chunks. Too small costs launches, too large delays the first kernel and the last write-back. A chunk has
             at least 128 elements. By default a sixteenth of the state, but 8 MiB at least and 48 MiB at most.
         depth: chunks in flight. 3, the default, keeps both directions of the link and the kernel busy; 2 saves a chunk
-            of GPU memory. With 1 to 100 million parameters 2 took 7 % less to 9 % more time (H100 over PCIe 5).
+            of GPU memory. With 1 to 100 million parameters 2 took 7 % less to 14 % more time (H100 over PCIe 5).
         transport: ``"copy"`` moves chunks with the copy engines, through staging on the GPU. With ``"zero_copy"`` the
             kernel reads and writes host memory itself, without staging: for links that are as fast for a kernel as
             for a copy, and for little state; measured slower for much state over PCIe 5, and it takes multiprocessors
@@ -47,7 +47,7 @@ class OffloadConfig:
             pass, by `FusedOffloadAdam.prefetch` or `FusedOffloadAdam.attach`. 0 streams everything within the step.
             ``"auto"``: what activations have given back, as `FusedOffloadAdam.attach` learns.
         graph: capture a step's copies and kernels as a CUDA graph, and replay it as long as the same parameters have
-            gradients. Saves the host's time in a step; the step itself took up to 15 % longer (H100). The caller's
+            gradients. Saves the host's time in a step; the step itself took up to 31 % longer (H100). The caller's
             stream then waits for the step's write-back too, so there is no window.
         pin: page-lock the host memory. Without it copies go through the driver's bounce buffers and nothing overlaps.
     """

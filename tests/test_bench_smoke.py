@@ -161,6 +161,25 @@ def test_training_with_each_optimizer_runs_tiny(tmp_path: Path, monkeypatch: pyt
     assert "Not measured: bitsandbytes-paged-8bit-4 (bitsandbytes.optim.PagedAdamW8bit cannot be imported" in text
 
 
+def test_what_a_peer_keeps_is_no_memory_of_the_next_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program = importlib.import_module("train_loop")
+    kept: list[torch.nn.Parameter] = []
+
+    def build(params: list[torch.nn.Parameter]) -> Any:
+        kept.extend(params)
+        return program.PEERS[0].build(params)
+
+    keeper = program.PEERS[0]._replace(name="keeper", build=build)
+    monkeypatch.setattr(program, "PEERS", (*program.PEERS, keeper))
+    monkeypatch.setattr(program, "NEEDS_NO_GPU", {"keeper"})
+    path = tmp_path / "loop.json"
+    assert program.main(["--tiny", "--device", "cpu", "--results", str(path), "--cases", "keeper-4"]) == 0
+    assert kept
+    assert sum(param.untyped_storage().nbytes() for param in kept) == 0
+    assert all(param.grad is None for param in kept)
+
+
 def test_the_step_on_several_gpus_at_once_runs_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "together.json"
     device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"

@@ -313,6 +313,18 @@ def test_more_bytes_are_never_predicted_to_take_less(ms: tuple[float, ...]) -> N
 
 
 @pytest.mark.usefixtures("tuned")
+@pytest.mark.parametrize(
+    ("arguments", "is_short"), [(["1e6"], True), (["20e6"], False), (["1e6", "--link-gbps", "9"], False)]
+)
+def test_plan_says_what_its_time_is_worth_where_the_host_decides(
+    arguments: list[str], is_short: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--params", *arguments, "--json"]) == 0
+    notes = " ".join(json.loads(capsys.readouterr().out)["notes"])
+    assert ("depends on the host's speed" in notes) == is_short
+
+
+@pytest.mark.usefixtures("tuned")
 def test_plan_predicts_from_the_profile(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--params", "250e6", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)

@@ -131,6 +131,10 @@ def _streaming_by(choice: Choice | None, training: Training, state_bytes: int) -
     return dataclasses.replace(training, offload=dataclasses.replace(training.offload, **how))
 
 
+_HOST_MS = 3.0
+"""In steps shorter than that the host's share decides, and it has been seen to change by two thirds."""
+
+
 class _Prediction(NamedTuple):
     time: StepTime
     link_gbps: float
@@ -220,6 +224,11 @@ def _notes(options: argparse.Namespace, memory: Memory, prediction: _Prediction,
         f"Times are predictions, {prediction.how}.",
         "Activations and the CUDA context are counted only as --other-gpu says.",
     ]
+    if prediction.source == "profile" and 0 < prediction.time.alone_ms < _HOST_MS:
+        notes.append(
+            "A step this short depends on the host's speed, which changes from one minute to the next: expect the time "
+            "to be right within some tens of percent."
+        )
     if prediction.source == "profile" and (options.chunk_bytes or options.depth):
         notes.append("They are of the chunks that fused-offload tune chose, not of --chunk-bytes and --depth.")
     if options.window_bytes == "auto":
