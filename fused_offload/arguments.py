@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -33,6 +32,9 @@ def moment_forms(
     return forms
 
 
+_NO_AMSGRAD = "FusedOffloadAdam does not support the AMSGrad variant. Leave amsgrad False, or use torch.optim.AdamW."
+
+
 def check_modes(
     *,
     amsgrad: bool,
@@ -50,7 +52,7 @@ def check_modes(
         ValueError: for unknown numerics.
     """
     if amsgrad:
-        raise RuntimeError("FusedOffloadAdam does not support the AMSGrad variant.")
+        raise RuntimeError(_NO_AMSGRAD)
     if capturable:
         raise RuntimeError(
             "FusedOffloadAdam does not support capturable=True. Leave it False: OffloadConfig(graph=True) replays the "
@@ -91,7 +93,7 @@ def warn_if_nothing_rounds(stochastic_rounding: bool, *moment_dtypes: torch.dtyp
 _INSTEAD = {
     "foreach": "there is one fused kernel for all parameters; leave the argument out",
     "fused": "the update is always one fused kernel; leave the argument out",
-    "maximize": "minimize the negated loss",
+    "maximize": "leave the argument out; to maximize, minimize the negated loss",
     "differentiable": "the kernel has no backward; use torch.optim.AdamW to differentiate through steps",
     "decoupled_weight_decay": "use adam_w_mode",
 }
@@ -117,7 +119,7 @@ def check_group_options(group: Mapping[str, Any]) -> None:
     """
     refuse_unknown({name: group[name] for name in _INSTEAD if group.get(name)})
     if group.get("amsgrad"):
-        raise RuntimeError("FusedOffloadAdam does not support the AMSGrad variant.")
+        raise RuntimeError(_NO_AMSGRAD)
 
 
 def check_numerics(numerics: str, params: Sequence[torch.Tensor]) -> None:
@@ -164,7 +166,7 @@ def check_hyperparameters(group: dict[str, Any], *, lr_required: bool = False) -
     for index, beta in enumerate(betas):
         if isinstance(beta, torch.Tensor) or not 0.0 <= _number(beta, f"beta parameter at index {index}") < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if isinstance(weight_decay, torch.Tensor) or math.isnan(_number(weight_decay, "weight_decay value")):
+    if isinstance(weight_decay, torch.Tensor) or not 0.0 <= _number(weight_decay, "weight_decay value"):
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
 

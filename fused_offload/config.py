@@ -19,7 +19,7 @@ DEFAULT_DEPTH = 3
 
 DEFAULT_PROGRAMS = 64
 """Programs of a zero-copy kernel where no profile says another: 64 and 128 are within 3 %, 16 up to 61 % slower (H100,
-PCIe 5 x16)."""
+PCIe 5 x16, two sweeps)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,8 @@ class OffloadConfig:
             chunks. Too small costs launches, too large delays the first kernel and the last write-back. A chunk has
             at least 128 elements. By default a sixteenth of the state, but 8 MiB at least and 48 MiB at most.
         depth: chunks in flight. 3, the default, keeps both directions of the link and the kernel busy; 2 saves a chunk
-            of GPU memory. With 1 to 100 million parameters 2 took 7 % less to 14 % more time (H100 over PCIe 5).
+            of GPU memory. With 1 to 100 million parameters 2 took 7 % less to 14 % more time (H100 over PCIe 5,
+            two sweeps).
         transport: ``"copy"`` moves chunks with the copy engines, through staging on the GPU. With ``"zero_copy"`` the
             kernel reads and writes host memory itself, without staging: for links that are as fast for a kernel as
             for a copy, and for little state; measured slower for much state over PCIe 5, and it takes multiprocessors
@@ -47,8 +48,8 @@ class OffloadConfig:
             pass, by `FusedOffloadAdam.prefetch` or `FusedOffloadAdam.attach`. 0 streams everything within the step.
             ``"auto"``: what activations have given back, as `FusedOffloadAdam.attach` learns.
         graph: capture a step's copies and kernels as a CUDA graph, and replay it as long as the same parameters have
-            gradients. Saves the host's time in a step; the step itself took up to 31 % longer (H100). The caller's
-            stream then waits for the step's write-back too, so there is no window.
+            gradients. Saves the host's time in a step; the step itself took up to 31 % longer with 1 to 100 million
+            parameters (H100). The caller's stream then waits for the step's write-back too, so there is no window.
         pin: page-lock the host memory. Without it copies go through the driver's bounce buffers and nothing overlaps.
     """
 
@@ -67,7 +68,9 @@ class OffloadConfig:
         for name, least in (("chunk_bytes", 1), ("depth", 1), ("zero_copy_programs", 1), ("window_bytes", 0)):
             value = getattr(self, name)
             if value != "auto" and (isinstance(value, bool) or not isinstance(value, Integral) or value < least):
-                raise ValueError(f"Invalid {name}: {value!r}, it should be an integer of at least {least}, or 'auto'")
+                wanted = f"an integer of at least {least}, or 'auto'"
+                hint = ": 8 * 2**20 is 8 MiB" if isinstance(value, str) and name.endswith("_bytes") else ""
+                raise ValueError(f"Invalid {name}: {value!r}, it should be {wanted}{hint}")
         for name in ("graph", "pin"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"Invalid {name}: {getattr(self, name)!r}, it should be a bool")

@@ -139,7 +139,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         check_rounding(stochastic_rounding, rounding_seed)
         warn_if_nothing_rounds(stochastic_rounding, exp_avg_dtype, exp_avg_sq_dtype)
         if not isinstance(offload, OffloadConfig):
-            raise TypeError(f"offload should be an OffloadConfig, but got {type(offload).__name__}")
+            raise TypeError(f"offload should be an OffloadConfig(...), but got {type(offload).__name__}")
         if set_grad_none is not None:
             warnings.warn(
                 "set_grad_none is deprecated; use zero_grad(set_to_none=...)", DeprecationWarning, stacklevel=2
@@ -532,8 +532,9 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         """The optimizer's state in the layout of ``torch.optim.AdamW`` (``Adam`` with ``adam_w_mode=False``).
 
         Returns:
-            As `state_dict`, with a ``step`` tensor beside each parameter's moments. Master weights are not part of that
-            layout: load the parameters in float32 to keep them.
+            As `state_dict`, with a ``step`` tensor beside each parameter's moments. Tensors may be this optimizer's
+            own: copy them (``copy.deepcopy``) if both go on. Master weights are not part of that layout: load the
+            parameters in float32 to keep them.
         """
         self._settle_for_save()
         return checkpoint.pack_for_torch(self.param_groups, self.state, adam_w_mode=self.adam_w_mode)

@@ -72,6 +72,7 @@ BAD_HYPERPARAMETERS: list[tuple[str, Any, type[Exception], str]] = [
     ("betas", (0.9,), ValueError, "Invalid betas"),
     ("betas", (torch.tensor(0.9), 0.999), ValueError, "Invalid beta parameter at index 0"),
     ("weight_decay", math.nan, ValueError, "Invalid weight_decay value: nan"),
+    ("weight_decay", -0.1, ValueError, r"Invalid weight_decay value: -0\.1"),
     ("weight_decay", torch.tensor(0.1), ValueError, "Invalid weight_decay value"),
 ]
 each_bad_hyperparameter = pytest.mark.parametrize(("name", "value", "error", "message"), BAD_HYPERPARAMETERS)
@@ -126,7 +127,7 @@ def test_lr_may_be_set_later(device: str) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"amsgrad": True}, RuntimeError, "AMSGrad"),
+        ({"amsgrad": True}, RuntimeError, "AMSGrad variant. Leave amsgrad False"),
         ({"capturable": True}, RuntimeError, "capturable"),
         ({"exp_avg_dtype": torch.int8}, RuntimeError, "exp_avg_dtype"),
         ({"exp_avg_sq_dtype": torch.float8_e4m3fn}, RuntimeError, "exp_avg_sq_dtype"),
@@ -140,8 +141,8 @@ def test_lr_may_be_set_later(device: str) -> None:
         ({"numerics": "fast"}, ValueError, "Invalid numerics: 'fast'"),
         ({"offload": 0.5}, TypeError, "OffloadConfig"),
         ({"offload": None}, TypeError, "OffloadConfig"),
-        ({"maximize": True}, TypeError, "'maximize': minimize the negated loss"),
-        ({"maximize": False}, TypeError, "'maximize': minimize the negated loss"),
+        ({"maximize": True}, TypeError, "'maximize': leave the argument out; to maximize, minimize the negated loss"),
+        ({"maximize": False}, TypeError, "'maximize': leave the argument out; to maximize, minimize the negated loss"),
         ({"foreach": None}, TypeError, "'foreach': there is one fused kernel .* leave the argument out"),
         ({"fused": True}, TypeError, "'fused': the update is always one fused kernel; leave the argument out"),
         ({"differentiable": True}, TypeError, "'differentiable': the kernel has no backward; use torch.optim.AdamW"),
@@ -238,7 +239,7 @@ def test_te_numerics_on_the_cpu() -> None:
         ({"graph": 1}, TypeError, "Invalid graph: 1"),
         ({"graph": True, "pin": False}, ValueError, "graph=True needs pin=True"),
         ({"graph": True, "window_bytes": 1}, ValueError, "graph=True needs window_bytes=0"),
-        ({"chunk_bytes": "large"}, ValueError, "Invalid chunk_bytes: 'large'"),
+        ({"chunk_bytes": "8MiB"}, ValueError, r"Invalid chunk_bytes: '8MiB', .* or 'auto': 8 \* 2\*\*20 is 8 MiB"),
         ({"transport": "rdma"}, ValueError, "Invalid transport: 'rdma'"),
         ({"transport": "zero_copy", "pin": False}, ValueError, "needs pin=True"),
         ({"transport": "zero_copy", "depth": 2}, ValueError, "leave chunk_bytes and depth out"),

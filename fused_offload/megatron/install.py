@@ -101,7 +101,7 @@ def install(
     """
     global _installation
     if offload is not None and not isinstance(offload, OffloadConfig):
-        raise TypeError(f"offload should be an OffloadConfig, but got {type(offload).__name__}")
+        raise TypeError(f"offload should be an OffloadConfig(...), but got {type(offload).__name__}")
     if numerics not in (None, "ieee", "te"):
         raise ValueError(f"Invalid numerics: {numerics!r}, it should be 'ieee', 'te' or None")
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:

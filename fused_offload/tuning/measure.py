@@ -107,9 +107,7 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
         swept: list[Swept] = []
         for numel in numels:
             with rig(numel, WIDE, device) as steps:
-                # The time is shared by the sizes that are left; a small state takes less than its share.
-                left = start + seconds - time.perf_counter()
-                swept.append(sweep(steps, left / (len(numels) - len(swept)), report))
+                swept.append(sweep(steps, start + seconds, len(numels) - len(swept), report))
         narrow = _time_narrow(numels, [one.choice for one in swept], device, report)
         kernel_ms = _time_resident(numels[-1], device, report)
     profile = Profile(
@@ -157,7 +155,7 @@ def _free_bytes(device: torch.device) -> tuple[int, int]:
     return available_host_bytes()[0], torch.cuda.mem_get_info(device)[0]
 
 
-def sweep(steps: Any, seconds: float, report: Report) -> Swept:
+def sweep(steps: Any, end: float, shared_by: int, report: Report) -> Swept:
     """Times every way in turn, round by round, and drops those that are clearly slower than another.
 
     One way after the other in each round: a link's speed drifts, and then it drifts for all of them. What is chosen is
@@ -165,17 +163,20 @@ def sweep(steps: Any, seconds: float, report: Report) -> Swept:
 
     Args:
         steps: a `Rig`.
-        seconds: when they are over no round begins but the first, nor does one that would not end by then.
+        end: when the comparison of all sizes should be over, by `time.perf_counter`.
+        shared_by: sizes that are left, this one included. When its part of the time is over no round begins but the
+            first, nor does one that would not end by then. A small state takes less than its part.
         report: told about the progress.
     """
     state_bytes = steps.state_bytes
     phase = f"steps of {gigabytes(state_bytes)}"
     close = ways = candidates(state_bytes)
-    for way in ways:  # not on the clock: kernels are compiled, which is all that a size would have time for
+    for way in ways:  # kernels are compiled, which all sizes pay for: the first would have no time for anything else
         steps.time(way, 0)
     samples: dict[Streaming, list[float]] = {way: [] for way in ways}
     order = random.Random(0)
-    start = round_start = time.perf_counter()
+    round_start = time.perf_counter()
+    end = round_start + (end - round_start) / shared_by
     rounds = rounds_of(state_bytes)
     for index in range(rounds):
         for place, way in enumerate(order.sample(close, len(close))):
@@ -184,7 +185,7 @@ def sweep(steps: Any, seconds: float, report: Report) -> Swept:
         now = time.perf_counter()
         a_way = (now - round_start) / len(close)
         close = still_close(_timed(samples, close), index + 1, state_bytes)
-        if now + a_way * len(close) > start + seconds:
+        if now + a_way * len(close) > end:
             break
         round_start = now
     report(phase, rounds * len(ways), rounds * len(ways))
@@ -192,7 +193,7 @@ def sweep(steps: Any, seconds: float, report: Report) -> Swept:
     graphs: dict[Streaming, list[float]] = {way: [] for way in graph_candidates(choice)}
     for _ in range(2):
         for way, times in graphs.items():
-            if not times or time.perf_counter() < start + seconds:
+            if not times or time.perf_counter() < end:
                 times += steps.time(way, _STEPS, graph=True)
     return Swept(steps.param_numel, state_bytes, _timed(samples, ways), choice, _timed(graphs, graphs))
 
