@@ -51,13 +51,13 @@ def ratios(results: Record) -> dict[Step, float]:
     """Ratio to the link of each row that has one and is a step, not a comparison."""
     return {
         (row["name"], row["numel"]): row["ratio_to_link"]
-        for row in results.get("rows", [])
+        for row in results["rows"]
         if row["ratio_to_link"] is not None and row["name"].endswith("whole-step")
     }
 
 
 def _gpu(results: Record) -> str | None:
-    return (results.get("machine", {}).get("gpu") or {}).get("name")
+    return (results["machine"]["gpu"] or {}).get("name")
 
 
 def compare(results: Record, stored: Iterable[tuple[str, Record]]) -> list[Comparison]:
@@ -78,41 +78,64 @@ def missing(found: set[Step], stored: Iterable[tuple[str, Record]], sources: set
     return {(step[0], name) for name, other in stored if name in sources for step in set(ratios(other)) - found}
 
 
-def unfit(results: Record) -> str | None:
+def unfit(results: Any) -> str | None:
     """Why a file cannot be compared, or None."""
-    if results.get("failed"):
-        return f"benchmarks failed, so it is not whole: {', '.join(results['failed'])}"
-    if results.get("scale", {}).get("smoke"):
-        return "it is of a smoke test, which says nothing about speed"
-    return None
+    try:
+        if results.get("failed"):
+            return f"benchmarks failed, so it is not whole: {', '.join(results['failed'])}"
+        if results.get("scale", {}).get("smoke"):
+            return "it is of a smoke test, which says nothing about speed"
+        _gpu(results)
+        are_numbers = all(isinstance(ratio, float | int) for ratio in ratios(results).values())
+        if are_numbers and isinstance(results["machine"]["date"], str):
+            return None
+    except (AttributeError, KeyError, TypeError):
+        pass
+    return "it was not written by pytest --results"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line. Exit codes: 0 fine, 1 slower, 2 nothing to compare, 3 no results that can be compared."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("results", type=Path, help="what pytest wrote to --results")
-    path = parser.parse_args(arguments).results
+def read(path: Path) -> tuple[Any, str | None]:
+    """What is in a file, and why it cannot be compared, or None."""
     try:
         results = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        print(f"{path} cannot be read: {error}")
-        return 3
-    try:
-        reason = unfit(results)
-        found = set(ratios(results))
-        _gpu(results)
-    except (AttributeError, KeyError, TypeError):
-        reason = "it was not written by pytest --results"
+        return None, f"it cannot be read: {error}"
+    return results, unfit(results)
+
+
+def stored_beside(path: Path) -> list[tuple[str, Record]]:
+    """Names and contents of the stored files that another can be compared with. Says which of the suite cannot be."""
+    stored = []
+    for file in sorted(STORED.glob("*.json")):
+        results, reason = read(file)
+        if file.resolve() == path.resolve() or (isinstance(results, dict) and "rows" not in results):
+            continue  # itself, or of another program
+        if reason is None:
+            stored.append((file.name, results))
+        else:
+            print(f"{file.name} is left out: {reason}")
+    return stored
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line.
+
+    Exit codes: 0 fine, 1 slower, or steps of the stored files were not measured (unless ``--partial``), 2 nothing to
+    compare, 3 no results that can be compared.
+    """
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("results", type=Path, help="what pytest wrote to --results")
+    parser.add_argument("--partial", action="store_true", help="only some of the steps were to be measured")
+    options = parser.parse_args(arguments)
+    path: Path = options.results
+    results, reason = read(path)
     if reason is not None:
         print(f"{path}: {reason}")
         return 3
-    stored = [
-        (file.name, json.loads(file.read_text()))
-        for file in sorted(STORED.glob("*.json"))
-        if file.resolve() != path.resolve()
-    ]
+    stored = stored_beside(path)
     comparisons = compare(results, stored)
-    for name, source in sorted(missing(found, stored, {one.source for one in comparisons})):
+    lacking = sorted(missing(set(ratios(results)), stored, {one.source for one in comparisons}))
+    for name, source in lacking:
         print(f"{name}: not measured now, it is in {source}")
     if not comparisons:
         print(
@@ -123,6 +146,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         bar = "that" if one.stored > 1 else "plain copies"
         verdict = f"SLOWER than {1 + TOLERANCE:.2f} times {bar}" if one.is_slower else "fine"
         print(f"{one.name}: {one.ratio:.3f} of plain copies, {one.stored:.3f} in {one.source}: {verdict}")
+    if lacking and not options.partial:
+        print("not all was compared, since steps were not measured; --partial says that they were not to be")
+        return 1
     return int(any(one.is_slower for one in comparisons))
 
 

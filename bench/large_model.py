@@ -289,6 +289,8 @@ def case_records(options: argparse.Namespace) -> Iterator[Record]:
     """The record of a case, whenever something was added."""
     began = time.perf_counter()
     device = torch.device(options.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # machine facts are the current device's
     gpu_bytes, host_bytes = limits(options)
     predicted = predict(options, gpu_bytes, host_bytes)
     names = ("layers", "width", "vocab", "length", "batch", "microbatches", "window_bytes", "in_backward", "moments")

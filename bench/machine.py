@@ -47,9 +47,17 @@ def machine_facts() -> dict[str, Any]:
 
 
 def check_device(parser: argparse.ArgumentParser, device: str) -> None:
-    """Ends a program that should run on a GPU where there is none."""
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    """Ends a program that should run on what is no device, or on a GPU that is not there."""
+    try:
+        chosen = torch.device(device)
+    except RuntimeError:
+        parser.error(f"--device {device} should be cpu, cuda or cuda:N")
+    if chosen.type != "cuda":
+        return
+    if not torch.cuda.is_available():
         parser.error("there is no CUDA GPU; --tiny --device cpu runs without one, and says nothing about speed")
+    if (chosen.index or 0) >= torch.cuda.device_count():
+        parser.error(f"--device {device}: there are {torch.cuda.device_count()} GPUs, counted from 0")
 
 
 def _version(package: str) -> str | None:

@@ -34,6 +34,7 @@ is why each file measures what it compares with.
 """
 
 _FORMS = ("12B", "10B", "6B")
+_KINDS = ("plain-duplex", "copies-only", "whole-step")
 
 
 class Results:
@@ -73,6 +74,14 @@ class Results:
         cases = self.record.get("cases", {})
         return {name: case for name, case in cases.items() if isinstance(case, dict) and "iteration_ms" in case}
 
+    @property
+    def remarks(self) -> list[str]:
+        """What is known of the numbers since, written into the file by hand."""
+        remarks = self.record.get("remarks", [])
+        if not isinstance(remarks, list) or not all(isinstance(remark, str) for remark in remarks):
+            sys.exit(f"{self.path}: remarks should be a list of texts, not {remarks!r}")
+        return remarks
+
     def lines(self) -> Iterator[str]:
         """Its section of the page."""
         yield from ("", f"## {self.path.stem}", "", f"[{self.path.name}](../bench/results/{self.path.name})", "")
@@ -94,6 +103,8 @@ class Results:
                 yield from quality_lines(self.record["runs"])
             else:
                 yield from _loop_lines(self.record, self.loop) if self.loop else _megatron_lines(self.record)
+        for remark in self.remarks:
+            yield from ("", remark)
 
 
 _LOOP_COLUMNS = (
@@ -117,8 +128,6 @@ def _loop_lines(record: Record, cases: dict[str, Record]) -> Iterator[str]:
         yield from ("", f"Not measured: {name} ({reason})")
     for name, reason in record.get("failed", {}).items():
         yield from ("", f"**Failed: {name}**: {reason}")
-    for remark in record.get("remarks", []):  # written by hand: what is known of the numbers since
-        yield from ("", remark)
 
 
 def _large_lines(record: Record) -> Iterator[str]:
@@ -212,7 +221,8 @@ def _megatron_lines(record: Record) -> Iterator[str]:
             _checksum(first.get("state_checksum")),
         )
 
-    yield from markdown(header, (line(name, ranks) for name, ranks in record["cases"].items()))
+    # A rank that failed has no result.
+    yield from markdown(header, (line(name, ranks) for name, ranks in record["cases"].items() if ranks[0]))
     yield from ("", "Equal checksums are equal bits, of all weights and of all masters and moments at the end.")
     for name, reason in record["failed"].items():
         yield from ("", f"**Failed: {name}**: {reason}")
@@ -268,10 +278,14 @@ def _graph(one: Record) -> str:
 # -- pictures --------------------------------------------------------------------------------------------------------
 
 
+def _has_steps(results: Results, *kinds: str) -> bool:
+    """Whether there are rows of these kinds for each stored form."""
+    return all(f"step/{form}/{kind}" in results.rows for form in _FORMS for kind in kinds)
+
+
 def draw_steps(axis: Any, results: Results) -> None:
     """Whole steps beside what they are compared with, by stored form."""
-    kinds = ("plain-duplex", "copies-only", "whole-step")
-    for offset, kind in enumerate(kinds):
+    for offset, kind in enumerate(_KINDS):
         rows = [results.rows[f"step/{form}/{kind}"] for form in _FORMS]
         middle = [row["median_ms"] for row in rows]
         spread = [
@@ -310,10 +324,17 @@ def _kind(name: str, note: str) -> str:
     return "ours" if name.startswith("FusedOffload") else "others, state on the host"
 
 
+def _added_ms(results: Results) -> dict[str, float]:
+    """What each case with state on the host adds to the one without, where that ran, too."""
+    return {
+        name: case["added_ms"] for name, case in results.loop.items() if case.get("host_bytes") and "added_ms" in case
+    }
+
+
 def draw_loop(axis: Any, results: Results) -> None:
     """What the optimizer adds to an iteration, by window."""
-    cases = {name: case for name, case in results.loop.items() if case.get("host_bytes")}
-    axis.barh(list(cases), [case["added_ms"] for case in cases.values()])
+    added_ms = _added_ms(results)
+    axis.barh(list(added_ms), list(added_ms.values()))
     axis.invert_yaxis()
     axis.set(xlabel="ms", title="Added to an iteration with all state on the GPU")
 
@@ -331,8 +352,9 @@ _TRAINED = (
 
 def draw_training(axis: Any, results: Results) -> None:
     """What ours and others add to an iteration without an optimizer."""
-    shown = {name: results.loop[name] for name in _TRAINED if name in results.loop}
-    shown |= {name: case for name, case in results.loop.items() if case.get("note")}
+    compared = {name: case for name, case in results.loop.items() if "over_none_ms" in case}
+    shown = {name: compared[name] for name in _TRAINED if name in compared}
+    shown |= {name: case for name, case in compared.items() if case.get("note")}
     bars = []
     for name, case in shown.items():
         note = case.get("note", "")
@@ -343,9 +365,12 @@ def draw_training(axis: Any, results: Results) -> None:
 
 
 _PICTURES = {
-    "step": (draw_steps, lambda results: all(f"step/{form}/copies-only" in results.rows for form in _FORMS)),
-    "peers": (draw_peers, lambda results: any(name.startswith("peers/torch-fused-cpu") for name in results.rows)),
-    "loop": (draw_loop, lambda results: "window-6B-8" in results.loop),
+    "step": (draw_steps, lambda results: _has_steps(results, *_KINDS)),
+    "peers": (
+        draw_peers,
+        lambda results: "peers/torch-fused-cpu" in results.rows and _has_steps(results, "whole-step"),
+    ),
+    "loop": (draw_loop, lambda results: "window-6B-8" in _added_ms(results)),
     "training": (draw_training, lambda results: {"torch-fused-resident-4", "none-4"} <= results.loop.keys()),
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,10 +29,10 @@ class Column(NamedTuple):
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A value with a fixed number of significant digits."""
+    """A value with a fixed number of significant digits; "inf" and "nan" are themselves."""
     if value is None:
         return ""
-    whole = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    whole = len(str(int(abs(value)))) if 1 <= abs(value) < math.inf else 0
     return f"{value:,.{max(0, digits - whole)}f}"
 
 

@@ -130,6 +130,20 @@ def optimizer_of(case: Case, model: nn.Module) -> Trained | None:
     return Trained(ours, attachment, ours.step, ours.synchronize)
 
 
+def memory_fraction(case: Case, total_bytes: int, baseline: dict[str, Any]) -> float:
+    """Share of the GPU's memory that a case may take.
+
+    Args:
+        case: which.
+        total_bytes: what the GPU has.
+        baseline: result of the loop without an optimizer.
+    """
+    if not case.full_gpu:
+        return 1.0
+    # A little more, for the allocator's rounding.
+    return min(1.0, (1.02 * baseline["peak_reserved_bytes"] + RING_BYTES) / total_bytes)
+
+
 def train(case: Case, args: argparse.Namespace, baseline: dict[str, Any]) -> dict[str, Any]:
     """Runs one case.
 
@@ -141,12 +155,9 @@ def train(case: Case, args: argparse.Namespace, baseline: dict[str, Any]) -> dic
     device, warmup = torch.device(args.device), args.warmup
     if device.type == "cuda":
         total_bytes = torch.cuda.get_device_properties(device).total_memory
-        allowed_bytes = total_bytes
+        torch.cuda.set_per_process_memory_fraction(memory_fraction(case, total_bytes, baseline))
         if case.full_gpu:
-            # A little more for the allocator's rounding, and iterations in which the window finds its size.
-            allowed_bytes = int(1.02 * baseline["peak_reserved_bytes"]) + RING_BYTES
-            warmup += 6
-        torch.cuda.set_per_process_memory_fraction(allowed_bytes / total_bytes)
+            warmup += 6  # iterations in which the window finds its size
     torch.manual_seed(0)
     with device:
         model = Gpt(args).bfloat16()
@@ -260,26 +271,48 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=50304)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=4)
+    if parser.parse_args(arguments).tiny:
+        parser.set_defaults(**TINY)  # what the command line says counts more
     options = parser.parse_args(arguments)
-    if options.tiny:
-        vars(options).update(TINY)
-    if options.results.is_dir():
-        parser.error(f"--results {options.results} is a folder; it should be a file")
     if min(options.iterations, options.warmup) < 1:
         parser.error("--iterations and --warmup should be at least 1")
     if options.device.partition(":")[0] not in ("cuda", "cpu"):
         parser.error(f"--device {options.device} should be cuda or cpu")
     check_device(parser, options.device)
-    if torch.device(options.device).type != "cuda":
-        options.cases = [name for name in options.cases if not all_cases()[name].full_gpu]
-    elif any(all_cases()[name].full_gpu for name in options.cases) and "none-4" not in options.cases:
-        parser.error("a full GPU is one that has what the case none-4 took: run that first")
+    check_cases(parser, options)
+    check_writable(parser, options.results)
     return options
+
+
+def check_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Leaves out what needs a GPU where there is none, and ends the program if what is left cannot run."""
+    full_gpu = [name for name in options.cases if all_cases()[name].full_gpu]
+    if torch.device(options.device).type != "cuda":
+        options.cases = [name for name in options.cases if name not in full_gpu]
+        if not options.cases:
+            parser.error(f"--cases {' '.join(full_gpu)}: there is no full GPU on a CPU")
+    elif full_gpu and "none-4" not in options.cases[: options.cases.index(full_gpu[0])]:
+        parser.error("a full GPU is one that has what the case none-4 took: run that first")
+
+
+def check_writable(parser: argparse.ArgumentParser, path: Path) -> None:
+    """Ends the program before it has measured anything if the results could not be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink()  # an empty file is no results
+    except OSError as error:
+        parser.error(f"--results {path} cannot be written: {error}")
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the cases and writes the results. Exit codes: 0 all that is installed ran, 1 some failed."""
     args = parse(arguments)
+    device = torch.device(args.device)
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # streams, limits of memory and machine facts are the current device's
     results: dict[str, Any] = {}
     skipped: dict[str, str] = {}
     failed: dict[str, str] = {}
@@ -301,12 +334,11 @@ def main(arguments: list[str] | None = None) -> int:
         record = {
             "machine": machine,
             "arguments": {key: value for key, value in vars(args).items() if key not in ("results", "cases")},
-            "scale": {"smoke": args.tiny or torch.device(args.device).type != "cuda"},
+            "scale": {"smoke": args.tiny or device.type != "cuda"},
             "cases": results,
             "skipped": skipped,
             "failed": failed,
         }
-        args.results.parent.mkdir(parents=True, exist_ok=True)
         args.results.write_text(json.dumps(record, indent=1, default=asdict) + "\n")
     return int(bool(failed))
 

@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 STORED = ROOT / "bench" / "results" / "h100-2026-11-28-quiet.json"
+WHOLE = STORED.with_name("h100-2026-11-28-bench.json")  # has peers, too
 
 
 def load(name: str) -> ModuleType:
@@ -74,7 +76,9 @@ def test_slower_steps_are_found(
         (lambda results: results.update(rows=None), 3, "not written by pytest"),
         (lambda results: results.update(machine=None), 3, "not written by pytest"),
         (lambda results: [row.pop("ratio_to_link") for row in results["rows"]], 3, "not written by pytest"),
-        (lambda results: None, 0, "step/4B/whole-step: not measured now, it is in h100"),
+        (lambda results: [row.update(ratio_to_link="1.0") for row in results["rows"]], 3, "not written by pytest"),
+        (lambda results: results.pop("rows"), 3, "not written by pytest"),
+        (lambda results: None, 1, "step/4B/whole-step: not measured now, it is in h100"),
     ],
 )
 def test_what_cannot_be_compared_is_not_called_fine(
@@ -88,6 +92,46 @@ def test_what_cannot_be_compared_is_not_called_fine(
     assert words in capsys.readouterr().out
     assert check.main([str(tmp_path / "missing.json")]) == 3
     assert "cannot be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (2.0, 1)])
+def test_a_part_of_the_steps_is_compared_where_that_was_asked_for(factor: float, code: int, tmp_path: Path) -> None:
+    check, now = load("check"), tmp_path / "now.json"
+    now.write_text(json.dumps(changed(factor)))
+    assert check.main([str(now), "--partial"]) == code
+    assert check.main([str(now)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda results: results["scale"].update(smoke=True), "smoke test"),
+        (lambda results: results.update(failed=["bench/test_step.py::test_whole_step[12B]"]), "not whole"),
+        (lambda results: results["machine"].pop("date"), "not written by pytest"),
+        (lambda results: results["rows"][0].update(name=None, ratio_to_link=1.0), "not written by pytest"),
+        (lambda results: [row.update(ratio_to_link="9") for row in results["rows"]], "not written by pytest"),
+        (lambda results: [results], "not written by pytest"),
+    ],
+)
+def test_stored_files_that_say_nothing_are_left_out_by_name(
+    change: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check, stored, now = load("check"), tmp_path / "stored", tmp_path / "now.json"
+    stored.mkdir()
+    monkeypatch.setattr(check, "STORED", stored)
+    (stored / "then.json").write_text(STORED.read_text())
+    bad = changed(9.0)
+    bad["machine"]["date"] = "2030-01-01"
+    instead = change(bad)
+    (stored / "bad.json").write_text(json.dumps(instead if isinstance(instead, list) else bad))
+    (stored / "cut.json").write_text('{"rows": [')
+    (stored / "loop.json").write_text(json.dumps({"cases": {}, "failed": {"none-4": "out of memory"}}))
+    now.write_text(json.dumps(changed(2.0)))
+    assert check.main([str(now)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("bad.json is left out") and words in line]
+    assert [line for line in lines if line.startswith("cut.json is left out: it cannot be read")]
+    assert not [line for line in lines if "loop.json" in line]
 
 
 def test_the_newest_file_of_the_same_card_counts() -> None:
@@ -140,3 +184,84 @@ def test_results_of_tune_have_a_section(tmp_path: Path) -> None:
         "4 MiB x 4 70.50 ms",
     ):
         assert words in text
+
+
+def results_of(page: ModuleType, tmp_path: Path, record: dict[str, Any]) -> Any:
+    path = tmp_path / "results.json"
+    path.write_text(json.dumps(record))
+    return page.Results(path)
+
+
+def without(*parts: str) -> dict[str, Any]:
+    """Results of the whole suite, less the rows that have one of these parts in their name."""
+    results: dict[str, Any] = json.loads(WHOLE.read_text())
+    results["rows"] = [row for row in results["rows"] if not any(part in row["name"] for part in parts)]
+    return results
+
+
+def loop(**cases: dict[str, Any]) -> dict[str, Any]:
+    filled = {name: {"microbatches": 8, "iteration_ms": 900.0, **case} for name, case in cases.items()}
+    return {**{key: changed(1.0)[key] for key in ("machine", "scale")}, "cases": filled, "skipped": {}, "failed": {}}
+
+
+ADDED = {"host_bytes": 8, "added_ms": 20.0}
+PEER = {"note": "state on the GPU"}
+
+
+@pytest.mark.parametrize(
+    ("record", "pictures"),
+    [
+        (without(), {"step", "peers"}),
+        (without("step/"), set()),
+        (without("plain-duplex"), {"peers"}),
+        (without("6B/whole-step"), set()),
+        (without("peers/torch-fused-cpu"), {"step"}),
+        (loop(**{"window-6B-8": ADDED, "window-10B-8": {"host_bytes": 8}}), {"loop"}),
+        (loop(**{"window-6B-8": {"host_bytes": 8}}), set()),
+        (
+            loop(**{"none-4": {}, "torch-fused-resident-4": {**PEER, "over_none_ms": 9.0}, "other-4": PEER}),
+            {"training"},
+        ),
+    ],
+)
+def test_pictures_are_drawn_of_what_has_all_that_they_show(
+    record: dict[str, Any], pictures: set[str], tmp_path: Path
+) -> None:
+    page = load("page")
+    found = page.pictured([results_of(page, tmp_path, record)])
+    assert found.keys() == pictures
+    for name, results in found.items():
+        page._PICTURES[name][0](MagicMock(), results)
+    assert page.page([results_of(page, tmp_path, record)])
+
+
+def test_a_case_of_megatron_that_failed_has_no_line(tmp_path: Path) -> None:
+    page = load("page")
+    record = {"machine": changed(1.0)["machine"], "cases": {"te": [None, None]}, "failed": {"te": "out of memory"}}
+    assert "**Failed: te**: out of memory" in list(results_of(page, tmp_path, record).lines())
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, ""),
+        (float("inf"), "inf"),
+        (float("-inf"), "-inf"),
+        (float("nan"), "nan"),
+        (1234.5, "1,234"),
+        (0.5, "0.500"),
+    ],
+)
+def test_numbers_are_shown_also_if_they_are_not_finite(value: float | None, text: str) -> None:
+    assert load("table").number(value) == text
+
+
+@pytest.mark.parametrize("record", [changed(1.0), loop(**{"none-4": {}})])
+def test_remarks_end_a_section_of_any_kind(record: dict[str, Any], tmp_path: Path) -> None:
+    page = load("page")
+    remarks = ["the host was busy", "and so was the link"]
+    lines = list(results_of(page, tmp_path, {**record, "remarks": remarks}).lines())
+    assert lines[-4:] == ["", remarks[0], "", remarks[1]]
+    for wrong in ("the host was busy", [1], {"a": "b"}, None):
+        with pytest.raises(SystemExit, match=r"results\.json: remarks should be a list of texts, not"):
+            list(results_of(page, tmp_path, {**record, "remarks": wrong}).lines())

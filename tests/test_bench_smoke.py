@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -159,6 +160,77 @@ def test_training_with_each_optimizer_runs_tiny(tmp_path: Path, monkeypatch: pyt
     assert "| torch-fused-cpu-4 | 4 | " in text
     assert "gradients and parameters are copied |" in text
     assert "Not measured: bitsandbytes-paged-8bit-4 (bitsandbytes.optim.PagedAdamW8bit cannot be imported" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--device", "cuda:1", "--cases", "auto-6B-4-full-gpu", "none-4"], "run that first"),
+        (["--device", "cuda:2"], "there are 2 GPUs"),
+        (["--device", "cuda:x"], "should be cpu, cuda or cuda:N"),
+        (["--device", "cpu:x"], "should be cpu, cuda or cuda:N"),
+        (["--device", "cpu", "--cases", "auto-6B-4-full-gpu"], "there is no full GPU on a CPU"),
+        (["--device", "cpu", "--results", "FOLDER"], "cannot be written"),
+        (["--device", "cpu", "--results", "FOLDER/a-file/loop.json"], "cannot be written"),
+    ],
+)
+def test_a_training_loop_that_cannot_run_as_asked_ends_with_words_before_it_starts(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program = importlib.import_module("train_loop")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    (tmp_path / "a-file").touch()
+    arguments = [argument.replace("FOLDER", str(tmp_path)) for argument in arguments]
+    with pytest.raises(SystemExit) as ended:
+        program.parse(["--results", str(tmp_path / "loop.json"), *arguments])
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["a-file"]
+
+
+def test_sizes_that_are_given_count_more_than_tiny_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program, path = importlib.import_module("train_loop"), tmp_path / "new" / "loop.json"
+    options = program.parse(["--layers", "3", "--results", str(path), "--tiny", "--device", "cpu"])
+    assert (options.layers, options.width) == (3, 128)
+    assert path.parent.is_dir()  # that it can be written was tried
+    assert not path.exists()
+
+
+def test_a_full_gpu_has_no_more_memory_than_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program = importlib.import_module("train_loop")
+    fraction, full = program.memory_fraction, program.all_cases()["auto-6B-4-full-gpu"]
+    assert fraction(full, 80 * 10**9, {"peak_reserved_bytes": 79 * 10**9}) == 1.0
+    assert fraction(full, 80 * 10**9, {"peak_reserved_bytes": 40 * 10**9}) == pytest.approx(0.51, abs=0.01)
+    assert fraction(program.all_cases()["none-4"], 80 * 10**9, {}) == 1.0
+
+
+def test_the_gpu_that_is_asked_for_is_the_current_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program, clock = importlib.import_module("train_loop"), importlib.import_module("clock")
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setattr(program, "machine_facts", lambda: calls.append("facts") or {})
+    row = {"microbatches": 4, "iteration_ms": 1.0, "form": None, "window_bytes": []}
+    monkeypatch.setattr(program, "train", lambda *_: calls.append("train") or row)
+    command = ["--cases", "none-4", "--results", str(tmp_path / "loop.json"), "--device"]
+    assert program.main([*command, "cuda:1"]) == program.main([*command, "cuda"]) == 0
+    assert calls == [torch.device("cuda:1"), "train", "facts", "train", "facts"]
+    event = MagicMock()
+    monkeypatch.setattr(torch.cuda, "Event", lambda **_: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
+    assert clock.mark(torch.device("cuda:1")) is event
+    event.record.assert_called_once_with("stream of cuda:1")
 
 
 def test_what_a_peer_keeps_is_no_memory_of_the_next_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
