@@ -9,7 +9,8 @@ import argparse
 import importlib.metadata
 import os
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -69,8 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by who started this; print would fail, or write into the other one
+        stream = getattr(sys, name)
+        if stream is None:  # closed by who started this; print would fail, or write into the other one
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal has no letters for is no failure
     parser, commands = _build_parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -84,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, OSError) as error:
-        print(f"fused-offload {options.command}: error: {error}", file=sys.stderr)
+        print(f"fused-offload {options.command}: error: {_in_one_line(error)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"fused-offload {options.command}: interrupted", file=sys.stderr)
@@ -92,18 +96,45 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+def _in_one_line(error: Exception) -> str:
+    """What an error says: torch's have several lines, and some say nothing."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return " ".join(line for line in lines if line) or type(error).__name__
+
+
 def _run(options: argparse.Namespace) -> int:
-    if options.command == "doctor":
+    try:
+        command = _import_command(options.command)
+    except (ImportError, OSError) as error:  # torch raises OSError where its libraries are damaged
+        package = _package_of(error)
+        if package is None:
+            raise
+        why = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{package} cannot be imported ({why}): install {package} again") from error
+    return command(options)
+
+
+def _import_command(name: str) -> Callable[[argparse.Namespace], int]:
+    if name == "doctor":
         from .tuning.doctor_command import doctor
 
-        return doctor(options)
-    if options.command == "tune":
+        return doctor
+    if name == "tune":
         from .tuning.tune_command import tune
 
-        return tune(options)
+        return tune
     from .tuning.plan_command import plan
 
-    return plan(options)
+    return plan
+
+
+def _package_of(error: ImportError | OSError) -> str | None:
+    """The package that this one was importing, or None where the fault is in this one itself."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules.append(getattr(error, "name", None) or "")  # of a missing one no line was run
+    never = {"", "__main__", "fused_offload", *sys.stdlib_module_names}
+    packages = (module.partition(".")[0] for module in modules)
+    return next((package for package in packages if package not in never), None)
 
 
 def _version() -> str:
@@ -201,14 +232,14 @@ def _add_plan(commands: Any) -> None:
         "--chunk-bytes",
         type=quantities.chunk_bytes,
         metavar="BYTES",
-        help=f"such as 24MiB; default: what tune chose on this machine, or a sixteenth of the state, "
-        f"from {LEAST_DEFAULT_CHUNK_BYTES // MIB}MiB to {DEFAULT_CHUNK_BYTES // MIB}MiB",
+        help="such as 24MiB; default: what tune chose on this machine (not with --link-gbps), or a sixteenth of the "
+        f"state, from {LEAST_DEFAULT_CHUNK_BYTES // MIB}MiB to {DEFAULT_CHUNK_BYTES // MIB}MiB",
     )
     offload.add_argument(
         "--depth",
         type=quantities.positive_int,
         metavar="N",
-        help=f"default: what tune chose on this machine, or {DEFAULT_DEPTH}",
+        help=f"default: what tune chose on this machine (not with --link-gbps), or {DEFAULT_DEPTH}",
     )
     machine = plan.add_argument_group("machine")
     machine.add_argument(
@@ -251,7 +282,8 @@ def _add_tune(commands: Any) -> None:
         type=quantities.positive,
         default=DEFAULT_TUNING_SECONDS,
         metavar="S",
-        help="compare for about so long; starting and a few last steps come on top; default: %(default)g",
+        help="compare for about so long, but time every way once in any case; starting and a few last steps come on "
+        "top; default: %(default)g",
     )
     tune.add_argument("--no-save", action="store_true", help="keep no profile")
     tune.add_argument("--json", action="store_true", help="print JSON with every measured step instead of tables")

@@ -14,6 +14,7 @@ from pathlib import Path
 from . import cuda_driver, numa
 
 _PACKAGES = ("fused-offload", "torch", "triton")
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def _read_link(bus: str, sysfs: Path) -> str:
 
 def _cpu_name() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()  # firmware writes what it likes
     except OSError:
         lines = []
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())

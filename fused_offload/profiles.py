@@ -24,7 +24,7 @@ FOLDER_VARIABLE = "FUSED_OFFLOAD_PROFILES"
 
 _FORMAT = 2
 """Counts up with what is in a profile, and with how `fused-offload tune` finds it."""
-_MOST_DEPTH, _MOST_BYTES, _LEAST_MS = 1024, 2**50, 1e-6  # beyond is no measurement
+_MOST_DEPTH, _MOST_BYTES, _LEAST_MS, _LEAST_GBPS = 1024, 2**50, 1e-6, 1e-3  # beyond is no measurement
 _logger = logging.getLogger("fused_offload")
 
 
@@ -143,11 +143,17 @@ def folder() -> Path:
 
     Raises:
         ImportError: if platformdirs is missing and no folder is named.
-        OSError: if the user has no home folder, as in containers that run as any number, and no folder is named.
+        OSError: if the user has no home folder, as in containers that run as any number, and no folder is named, or
+            one in a home folder that there is not.
     """
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen:
-        return Path(chosen).expanduser()
+        try:
+            return Path(chosen).expanduser()
+        except RuntimeError as error:
+            raise OSError(
+                f"{FOLDER_VARIABLE} is {chosen!r}, but there is no such home folder: give the whole path, without ~"
+            ) from error
     import platformdirs  # only here, so that an installation without dependencies can train
 
     try:
@@ -215,8 +221,8 @@ def _check(profile: Profile) -> None:
         raise ValueError("its versions are not given by name")
     if not all(isinstance(text, str) for text in (key.gpu, key.link, key.host, *key.versions.values())):
         raise ValueError("its key is not made of texts")
-    if not _is_above_0(profile.duplex_gbps):
-        raise ValueError("duplex_gbps is not a number above 0")
+    if not _is_above_0(profile.duplex_gbps) or profile.duplex_gbps < _LEAST_GBPS:
+        raise ValueError(f"duplex_gbps is not a number of at least {_LEAST_GBPS:g}")
     if not profile.choices or min(len(profile.timings), len(profile.narrow_timings)) < 2:
         raise ValueError("it lacks choices or timings")
     for choice in profile.choices:
@@ -306,7 +312,7 @@ def of_device(index: int) -> Found:
     """The profile that steps on a device go by; read once a process, and told to the log."""
     try:
         found = find(read_key(index))
-    except (OSError, RuntimeError, ImportError) as error:
+    except (OSError, RuntimeError, ImportError, ValueError) as error:  # the last for a bus id that is no number
         found = Found(None, f"none: {error}")
     level = logging.WARNING if found.is_outdated else logging.INFO
     advice = " (fused-offload tune makes a new one)" if found.is_outdated else ""

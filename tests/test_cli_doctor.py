@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,6 +242,34 @@ def test_nvml_may_be_missing_or_refuse() -> None:
     assert not nvml.is_open
 
 
+def raising(error: Exception) -> Any:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("name", "fails", "words"),
+    [
+        ("nvmlShutdown", raising(FakeNvml.NVMLError("Uninitialized")), "Uninitialized"),
+        ("nvmlDeviceGetMaxPcieLinkWidth", raising(AttributeError("no such function")), "no such function"),
+        ("nvmlSystemGetDriverVersion", lambda: b"\xff", "can't decode"),
+        ("nvmlDeviceGetHandleByUUID", raising(AssertionError()), "AssertionError"),
+    ],
+)
+def test_nvml_may_fail_in_any_way(name: str, fails: Any, words: str) -> None:
+    nvml = FakeNvml()
+    setattr(nvml, name, fails)
+    assert words in machine.read_nvml(lambda: nvml, "abc")["nvml_error"]
+
+
+def test_another_package_may_be_called_pynvml() -> None:
+    other = SimpleNamespace(nvmlInit=lambda: None, nvmlShutdown=lambda: None)
+    other.nvmlDeviceGetHandleByUUID = raising(RuntimeError("odd"))
+    assert machine.read_nvml(lambda: other, "abc") == {"nvml_error": "odd"}
+
+
 def test_this_machine_is_read(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUSED_OFFLOAD_ADAM", "1")
     monkeypatch.setattr(machine, "available_host_bytes", lambda: (123, "cgroup"))
@@ -297,13 +328,24 @@ def test_the_memory_of_a_gpu_is_no_host_memory(sysfs: Path) -> None:
     assert machine._nodes_with_cpus(sysfs) == [0, 1]
 
 
-def test_a_gpu_that_cannot_be_asked_hides_no_other(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "bus", "words"),
+    [
+        (RuntimeError("uncorrectable ECC error"), "0000:3B:00.0", "ECC"),
+        (torch.cuda.DeferredCudaCallError("failed lazily"), "0000:3B:00.0", "failed lazily"),
+        (AssertionError("Invalid device id"), "0000:3B:00.0", "AssertionError: Invalid device id"),
+        (None, "????:3B:00.0", "ValueError: invalid literal"),
+    ],
+)
+def test_a_gpu_that_cannot_be_asked_hides_no_other(
+    error: Exception | None, bus: str, words: str, sysfs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def properties(index: int) -> Any:
-        if index == 0:
-            raise RuntimeError("uncorrectable ECC error")
+        if index == 0 and error is not None:
+            raise error
         return SimpleNamespace(name="H100", total_memory=85 * 10**9, uuid="abc")
 
-    monkeypatch.setattr(machine.cuda_driver, "pci_bus_id", lambda index: "0000:3B:00.0")
+    monkeypatch.setattr(machine.cuda_driver, "pci_bus_id", lambda index: "0000:3B:00.0" if index else bus)
     monkeypatch.setattr(profiles, "of_device", lambda index: Found(None, "none yet"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -311,19 +353,34 @@ def test_a_gpu_that_cannot_be_asked_hides_no_other(sysfs: Path, monkeypatch: pyt
     monkeypatch.setattr(machine, "_measure", lambda device, seconds, node: (None, 50.0, 51.0))
     read = read_machine(sysfs, FakeNvml)
     assert [gpu.name for gpu in read.gpus] == ["cuda:0", "H100"]
-    assert "ECC" in found(read, "GPU 0").found
+    assert words in found(read, "GPU 0").found
     assert exit_code(examine(read)) == 2
 
 
 def test_packages_that_fail_are_not_taken_for_missing_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, body in (("fails_in_its_way", "raise AttributeError('odd')"), ("lacks_another", "import is_not_there")):
+    bodies = {
+        "fails_in_its_way": "raise AttributeError('odd')",
+        "lacks_another": "import is_not_there",
+        "ends_the_process": "import sys; sys.exit(0)",
+    }
+    for name, body in bodies.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text(body)
     monkeypatch.syspath_prepend(tmp_path)
     assert machine._why_missing("is_not_there.part") == machine._why_missing("is_not_there") == NOT_FOUND
     assert machine._why_missing("fails_in_its_way.part") == "AttributeError: odd"
     assert machine._why_missing("lacks_another.part") == "ModuleNotFoundError: No module named 'is_not_there'"
+    assert machine._why_missing("ends_the_process.part") == "SystemExit: 0"
     assert machine._why_missing("torch.cuda") is None
+
+
+def test_what_packages_print_is_not_in_the_json(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prints_when_imported.py").write_text("print('hello')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert machine._why_missing("prints_when_imported") is None
+    assert capsys.readouterr() == ("", "hello\n")
 
 
 def test_no_word_of_the_table_is_cut(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -396,3 +453,17 @@ def test_exit_codes(
     assert cli.main(["doctor", "--json"]) == code
     findings = [Finding(**finding) for finding in json.loads(capsys.readouterr().out)]
     assert findings == doctor.examine(subject)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_terminal_need_not_have_every_letter(encoding: str) -> None:
+    program = (
+        "import sys; from fused_offload import cli; from fused_offload.tuning import doctor_command as command\n"
+        "from fused_offload.tuning.doctor import Finding\n"
+        "command.read_machine = lambda: None; command.examine = lambda _: [Finding('ok', 'name', '\\u0159')]\n"
+        "sys.exit(cli.main(['doctor']))"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    assert r"\u0159" in run.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -526,6 +527,23 @@ def test_configurations_that_cannot_be_counted(
     assert words in capsys.readouterr().err
 
 
+def test_a_configuration_is_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    for path, words in (
+        ("model", "'model' cannot be read: it is a folder; give 'model/config.json'"),
+        (os.devnull, "it is a device; give a file"),
+        ("meta-llama/Llama-3.1-8B", "give a config.json on this machine, not a name on the hub"),
+        ("model/config.json", "'model/config.json' cannot be read: No such file"),
+    ):
+        assert main(["plan", "--config", path]) == 2
+        captured = capsys.readouterr()
+        assert words in captured.err
+        assert captured.err.count("\n") == 1
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -604,6 +622,47 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str], arguments: list[st
         main(arguments)
     assert stop.value.code == 0
     assert capsys.readouterr().out
+
+
+def test_help_says_when_there_is_no_profile_and_what_is_timed_in_any_case(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = {}
+    for command in ("plan", "tune"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        texts[command] = " ".join(capsys.readouterr().out.split())
+    assert texts["plan"].count("what tune chose on this machine (not with --link-gbps), or") == 2
+    assert "time every way once in any case" in texts["tune"]
+
+
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+@pytest.mark.parametrize("package", ["rich", "torch"])
+def test_a_damaged_package_is_named(package: str, command: str, tmp_path: Path) -> None:
+    (tmp_path / f"{package}.py").write_text("raise ImportError('half of\\nit is missing')")
+    run = subprocess.run(
+        [sys.executable, "-m", "fused_offload.cli", command, *(["--params", "1e9"] if command == "plan" else [])],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr == (
+        f"fused-offload {command}: error: {package} cannot be imported (ImportError: half of it is missing): "
+        f"install {package} again\n"
+    )
+
+
+def test_a_missing_package_is_named_and_an_error_of_our_own_is_not_hidden(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delitem(sys.modules, "fused_offload.tuning.plan_command", raising=False)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, "rich.console", None)
+        assert main(["plan", "--params", "1e9"]) == 2
+        assert "): install rich again\n" in capsys.readouterr().err
+    monkeypatch.delattr("fused_offload.tuning.sizes.count_config")
+    with pytest.raises(ImportError, match="count_config"):
+        main(["plan", "--params", "1e9"])
 
 
 def test_neither_triton_nor_cuda_is_needed() -> None:

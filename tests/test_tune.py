@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import pwd
 import re
 import subprocess
@@ -104,6 +105,7 @@ def test_a_profile_by_another_name(tmp_path: Path) -> None:
         (lambda record: record.update(duplex_gbps=0), "duplex_gbps"),
         (lambda record: record.update(duplex_gbps=10**400), "duplex_gbps"),
         (lambda record: record.update(duplex_gbps="47"), "duplex_gbps"),
+        (lambda record: record.update(duplex_gbps=5e-324), "duplex_gbps is not a number of at least 0.001"),
         (lambda record: record["key"].update(versions="2.11"), "versions"),
         (lambda record: record["key"].update(gpu=8), "texts"),
         (lambda record: record.pop("choices"), "choices"),
@@ -161,6 +163,12 @@ def test_the_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert key.versions["torch"] != "none"
 
 
+def test_the_name_of_a_cpu_may_be_anything(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_bytes(b"model name\t: Xe\xffon\n")
+    monkeypatch.setattr(machine_key, "_CPUINFO", tmp_path / "cpuinfo")
+    assert machine_key._cpu_name() == "Xe\ufffdon"
+
+
 def test_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv(profiles.FOLDER_VARIABLE, str(tmp_path))
     assert profiles.folder() == tmp_path
@@ -174,6 +182,9 @@ def test_the_folder_may_be_in_the_users_home(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv(profiles.FOLDER_VARIABLE, "~/profiles")
     assert profiles.folder() == tmp_path / "profiles"
+    monkeypatch.setenv(profiles.FOLDER_VARIABLE, "~nobody-of-this-name/profiles")
+    with pytest.raises(OSError, match=r"FUSED_OFFLOAD_PROFILES is '~nobody-of-this-name/profiles', .* whole path"):
+        profiles.folder()
 
 
 def test_a_user_without_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +236,8 @@ def test_the_log_says_what_is_used(
 
     monkeypatch.setattr(profiles, "read_key", no_driver)
     assert "libcuda.so.1 is missing" in profiles.of_device(2).reason
+    monkeypatch.setattr(profiles, "read_key", lambda index: int("????", 16))
+    assert "invalid literal" in profiles.of_device(3).reason
 
 
 # -- what goes by them -----------------------------------------------------------------------------------------------
@@ -345,6 +358,16 @@ def test_plan_predicts_from_the_profile(capsys: pytest.CaptureFixture[str]) -> N
     report = json.loads(capsys.readouterr().out)
     assert report["predicted"]["source"] == "link_gbps"
     assert report["training"]["offload"]["chunk_bytes"] == DEFAULT_CHUNK_BYTES
+
+
+def test_where_nothing_moves_the_link_is_the_profiles(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slow = dataclasses.replace(PROFILE, duplex_gbps=12.5)
+    monkeypatch.setattr(profiles, "of_device", lambda index: Found(slow, "made up"))
+    assert main(["plan", "--params", "1e9", "--fraction", "0", "--json"]) == 0
+    predicted = json.loads(capsys.readouterr().out)["predicted"]
+    assert (predicted["source"], predicted["link_gbps"]) == ("profile", 12.5)
 
 
 @pytest.mark.usefixtures("tuned")
@@ -482,6 +505,29 @@ def test_tune_checks_where_the_profile_is_kept(
     assert main(["tune", "--no-save"]) == 0
 
 
+def test_tune_checks_whose_profile_it_would_replace(
+    measured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured.chmod(0o1777)
+    me, another = os.geteuid(), os.geteuid() + 1
+    assert main(["tune"]) == 0
+    assert main(["tune"]) == 0
+    monkeypatch.setattr(os, "geteuid", lambda: another)
+    capsys.readouterr()
+    assert main(["tune"]) == 2
+    captured = capsys.readouterr()
+    assert f"({KEY.file_name} is another user's, and the folder is sticky): set FUSED_OFFLOAD_PROFILES" in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    assert main(["tune", "--no-save"]) == 0
+    measured.chmod(0o777)
+    assert main(["tune"]) == 0
+    (measured / KEY.file_name).unlink()
+    measured.chmod(0o1777)
+    assert main(["tune"]) == 0
+    assert (measured / KEY.file_name).stat().st_uid == me
+
+
 @pytest.mark.parametrize(
     ("error", "code", "words"),
     [
@@ -490,6 +536,8 @@ def test_tune_checks_where_the_profile_is_kept(
         (subprocess.CalledProcessError(1, ["gcc"]), 2, "CalledProcessError: Command"),
         (ImportError("libcuda"), 2, "ImportError: libcuda"),
         (RuntimeError("out of memory"), 2, "out of memory"),
+        (RuntimeError("CUDA error: out of memory\n  Compile with it.\n\n"), 2, "out of memory Compile with it.\n"),
+        (RuntimeError(), 2, "error: RuntimeError\n"),
     ],
 )
 @pytest.mark.usefixtures("measured")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import re
 import resource
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -149,9 +151,10 @@ def _why_missing(module: str) -> str | None:
     try:
         if importlib.util.find_spec(package) is None:
             return NOT_FOUND
-        importlib.import_module(package)
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints would be before the JSON
+            importlib.import_module(package)
         return NOT_FOUND if importlib.util.find_spec(module) is None else None
-    except Exception as error:  # what the package raises
+    except (Exception, SystemExit) as error:  # what the package raises
         return f"{type(error).__name__}: {error}"
 
 
@@ -194,7 +197,7 @@ def _read_gpus(sysfs: Path, nvml: Callable[[], Any]) -> tuple[Gpu, ...]:
     for index in range(count):
         try:
             gpus.append(_read_gpu(index, _COPY_SECONDS / count, sysfs, nvml))
-        except (RuntimeError, OSError) as error:  # it fell off the bus, or its memory is damaged
+        except Exception as error:  # it fell off the bus, or its memory is damaged; torch raises many kinds
             gpus.append(Gpu(name=f"cuda:{index}", memory_bytes=0, error=f"{type(error).__name__}: {error}"))
     return tuple(gpus)
 
@@ -275,24 +278,22 @@ def read_nvml(nvml: Callable[[], Any], uuid: str) -> dict[str, Any]:
     try:
         library = nvml()
         library.nvmlInit()
-    except Exception as error:  # the package is missing, or has no usable library behind it
-        return {"nvml_error": str(error)}
-    try:
-        # By UUID: NVML counts devices that CUDA_VISIBLE_DEVICES hides.
-        handle = library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
-        return {
-            "driver": _decoded(library.nvmlSystemGetDriverVersion()),
-            "link": Link(
-                generation=_ask(library, library.nvmlDeviceGetCurrPcieLinkGeneration, handle),
-                generation_max=_ask(library, library.nvmlDeviceGetMaxPcieLinkGeneration, handle),
-                width=_ask(library, library.nvmlDeviceGetCurrPcieLinkWidth, handle),
-                width_max=_ask(library, library.nvmlDeviceGetMaxPcieLinkWidth, handle),
-            ),
-        }
-    except library.NVMLError as error:
-        return {"nvml_error": str(error)}
-    finally:
-        library.nvmlShutdown()
+        try:
+            # By UUID: NVML counts devices that CUDA_VISIBLE_DEVICES hides.
+            handle = library.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+            return {
+                "driver": _decoded(library.nvmlSystemGetDriverVersion()),
+                "link": Link(
+                    generation=_ask(library, library.nvmlDeviceGetCurrPcieLinkGeneration, handle),
+                    generation_max=_ask(library, library.nvmlDeviceGetMaxPcieLinkGeneration, handle),
+                    width=_ask(library, library.nvmlDeviceGetCurrPcieLinkWidth, handle),
+                    width_max=_ask(library, library.nvmlDeviceGetMaxPcieLinkWidth, handle),
+                ),
+            }
+        finally:
+            library.nvmlShutdown()
+    except Exception as error:  # the package is missing, too old, or has no usable library behind it
+        return {"nvml_error": str(error) or type(error).__name__}
 
 
 def _read_numa(bus: str, sysfs: Path) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class _Prediction(NamedTuple):
 def _predict(options: argparse.Namespace, training: Training, memory: Memory, profile: Profile | None) -> _Prediction:
     if profile is not None:
         time = profile_step_time(memory, training, profile)
-        rate = memory.host_state / time.alone_ms / 1e6 if memory.host_state else DEFAULT_LINK_GBPS
+        rate = memory.host_state / time.alone_ms / 1e6 if memory.host_state else profile.duplex_gbps
         return _Prediction(
             time, rate, "profile", f"from steps that fused-offload tune measured on this machine, {profile.measured}"
         )

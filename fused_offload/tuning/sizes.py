@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,6 +103,7 @@ def count_config(path: Path) -> int:
         ValueError: if it cannot be read or its architecture is unknown.
     """
     try:
+        _check_file(path)
         config = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
@@ -122,6 +125,17 @@ def count_config(path: Path) -> int:
     if kind is None:
         raise ValueError(f"{path} has no model_type (known: {known}); give the count with --params")
     raise ValueError(f"{path}: model_type {kind!r} is not known (known: {known}); give the count with --params")
+
+
+def _check_file(path: Path) -> None:
+    """Refuses what is no file, and says what to give instead; some devices never end."""
+    if path.is_dir():
+        raise OSError(errno.EISDIR, f"it is a folder; give {str(path / 'config.json')!r}")
+    if path.exists() and not (path.is_file() or path.is_fifo()):  # a pipe is what <(...) is in a shell
+        raise OSError(errno.EINVAL, "it is a device; give a file")
+    is_like_a_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)) and path.suffix != ".json"
+    if is_like_a_hub_name and not path.exists():
+        raise OSError(errno.ENOENT, "no such file; give a config.json on this machine, not a name on the hub")
 
 
 def _whole(config: Mapping[str, Any], key: str, *default: int, least: int = 1, most: int = 10**9) -> int:

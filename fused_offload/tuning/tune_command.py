@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import importlib.util
 import json
 import os
+import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,15 +40,12 @@ def tune(options: argparse.Namespace) -> int:
         ValueError: if there is no such GPU, if it cannot be measured, or if a package is missing.
     """
     _check(options)
-    device = torch.device("cuda", options.device)
-    try:
+    with _failing_in_words():
         key = read_key(options.device)
-        with _ProgressBar() as bar:
-            tuning = measure.tune(key, device, options.seconds, bar.report)
-    except RuntimeError as error:  # too little memory, or the driver refuses
-        raise ValueError(str(error)) from error
-    except Exception as error:  # Triton's compiler, its C compiler, a package that is damaged: each raises its own
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+    if not options.no_save:
+        _check_profile(key.file_name)
+    with _failing_in_words(), _ProgressBar() as bar:
+        tuning = measure.tune(key, torch.device("cuda", options.device), options.seconds, bar.report)
     failed: list[str] = []
     path = _tried(failed, "the profile was not kept", partial(_save, options, tuning))
     if options.plot is not None:
@@ -58,6 +58,17 @@ def tune(options: argparse.Namespace) -> int:
     if failed:
         raise ValueError("; ".join(failed))
     return 0
+
+
+@contextlib.contextmanager
+def _failing_in_words() -> Iterator[None]:
+    """Turns whatever fails into a ValueError that says so."""
+    try:
+        yield
+    except RuntimeError as error:  # too little memory, or the driver refuses
+        raise ValueError(str(error) or type(error).__name__) from error
+    except Exception as error:  # Triton's compiler, its C compiler, a package that is damaged: each raises its own
+        raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _tried(failed: list[str], what: str, do: Callable[[], Path | None]) -> Path | None:
@@ -96,14 +107,6 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError("the GPU's kernels need Triton: pip install triton")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib: pip install matplotlib")
-    if not options.no_save:
-        try:
-            _check_folder(profiles.folder())
-        except ImportError as error:
-            raise ValueError(
-                f"keeping a profile needs platformdirs ({error}): pip install platformdirs, set "
-                f"{profiles.FOLDER_VARIABLE} to a folder, or add --no-save"
-            ) from error
 
 
 def _check_plot(path: Path) -> None:
@@ -116,16 +119,37 @@ def _check_plot(path: Path) -> None:
         raise ValueError(f"--plot {path} cannot be written")
 
 
-def _check_folder(path: Path) -> None:
+def _check_profile(file_name: str) -> None:
+    """Refuses where the profile could not be kept."""
+    try:
+        _check_folder(profiles.folder(), file_name)
+    except ImportError as error:
+        raise ValueError(
+            f"keeping a profile needs platformdirs ({error}): pip install platformdirs, set "
+            f"{profiles.FOLDER_VARIABLE} to a folder, or add --no-save"
+        ) from error
+
+
+def _check_folder(path: Path, file_name: str) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
+        if _belongs_to_another(path / file_name):
+            raise PermissionError(errno.EPERM, f"{file_name} is another user's, and the folder is sticky")
     except OSError as error:
         raise ValueError(
             f"profiles cannot be kept in {path} ({error.strerror}): set {profiles.FOLDER_VARIABLE} to another folder, "
             "or add --no-save"
         ) from error
+
+
+def _belongs_to_another(path: Path) -> bool:
+    """Whether this user may not replace a file: in a sticky folder only its owner and the folder's may."""
+    folder = path.parent.stat()
+    if not folder.st_mode & stat.S_ISVTX or not os.path.lexists(path):
+        return False
+    return os.geteuid() not in (0, folder.st_uid, path.lstat().st_uid)
 
 
 class _ProgressBar:
