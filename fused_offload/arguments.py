@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -166,7 +167,7 @@ def check_hyperparameters(group: dict[str, Any], *, lr_required: bool = False) -
     for index, beta in enumerate(betas):
         if isinstance(beta, torch.Tensor) or not 0.0 <= _number(beta, f"beta parameter at index {index}") < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if isinstance(weight_decay, torch.Tensor) or not 0.0 <= _number(weight_decay, "weight_decay value"):
+    if isinstance(weight_decay, torch.Tensor) or math.isnan(_number(weight_decay, "weight_decay value")):
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
 

@@ -69,7 +69,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             reads without a synchronisation.
         betas: decay of the first and the second moment, in [0, 1).
         eps: added to the denominator.
-        weight_decay: decoupled decay, or L2 with ``adam_w_mode=False``.
+        weight_decay: decoupled decay, or L2 with ``adam_w_mode=False``. May be negative, as in TransformerEngine.
         amsgrad: must be False.
         bias_correction: divide the moments by ``1 - beta**step``.
         adam_w_mode: decoupled weight decay (AdamW) if True, L2 (Adam) if False.

@@ -72,7 +72,6 @@ BAD_HYPERPARAMETERS: list[tuple[str, Any, type[Exception], str]] = [
     ("betas", (0.9,), ValueError, "Invalid betas"),
     ("betas", (torch.tensor(0.9), 0.999), ValueError, "Invalid beta parameter at index 0"),
     ("weight_decay", math.nan, ValueError, "Invalid weight_decay value: nan"),
-    ("weight_decay", -0.1, ValueError, r"Invalid weight_decay value: -0\.1"),
     ("weight_decay", torch.tensor(0.1), ValueError, "Invalid weight_decay value"),
 ]
 each_bad_hyperparameter = pytest.mark.parametrize(("name", "value", "error", "message"), BAD_HYPERPARAMETERS)
