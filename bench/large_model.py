@@ -35,7 +35,7 @@ import torch
 from clock import mark, ms_between, wall_ms
 from copies_only import run_copies_only
 from gpt import Gpt
-from machine import check_device, machine_facts
+from machine import check_device, machine_facts, make_current
 from quality import Size, Text, read_text, windows
 from torch import nn
 from torch.nn import functional
@@ -289,8 +289,7 @@ def case_records(options: argparse.Namespace) -> Iterator[Record]:
     """The record of a case, whenever something was added."""
     began = time.perf_counter()
     device = torch.device(options.device)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # machine facts are the current device's
+    make_current(device)
     gpu_bytes, host_bytes = limits(options)
     predicted = predict(options, gpu_bytes, host_bytes)
     names = ("layers", "width", "vocab", "length", "batch", "microbatches", "window_bytes", "in_backward", "moments")

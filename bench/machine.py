@@ -51,13 +51,27 @@ def check_device(parser: argparse.ArgumentParser, device: str) -> None:
     try:
         chosen = torch.device(device)
     except RuntimeError:
+        chosen = None
+    if chosen is None or chosen.type not in ("cuda", "cpu"):
         parser.error(f"--device {device} should be cpu, cuda or cuda:N")
-    if chosen.type != "cuda":
+    if chosen.type == "cpu":
         return
     if not torch.cuda.is_available():
         parser.error("there is no CUDA GPU; --tiny --device cpu runs without one, and says nothing about speed")
     if (chosen.index or 0) >= torch.cuda.device_count():
         parser.error(f"--device {device}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+
+
+def make_current(device: torch.device) -> None:
+    """Makes a GPU that was named by its number the current device.
+
+    Streams, limits of memory and `machine_facts` are the current device's.
+
+    Args:
+        device: a CPU, or a GPU.
+    """
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)
 
 
 def _version(package: str) -> str | None:

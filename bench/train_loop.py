@@ -27,7 +27,7 @@ import pytest
 import torch
 from clock import mark, ms_between, synchronize, time_step
 from gpt import Gpt
-from machine import check_device, machine_facts
+from machine import check_device, machine_facts, make_current
 from peers import NEEDS_NO_GPU, PEERS, Peer
 from torch import nn
 
@@ -276,8 +276,6 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if min(options.iterations, options.warmup) < 1:
         parser.error("--iterations and --warmup should be at least 1")
-    if options.device.partition(":")[0] not in ("cuda", "cpu"):
-        parser.error(f"--device {options.device} should be cuda or cpu")
     check_device(parser, options.device)
     check_cases(parser, options)
     check_writable(parser, options.results)
@@ -311,8 +309,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs the cases and writes the results. Exit codes: 0 all that is installed ran, 1 some failed."""
     args = parse(arguments)
     device = torch.device(args.device)
-    if device.type == "cuda" and device.index is not None:
-        torch.cuda.set_device(device)  # streams, limits of memory and machine facts are the current device's
+    make_current(device)
     results: dict[str, Any] = {}
     skipped: dict[str, str] = {}
     failed: dict[str, str] = {}

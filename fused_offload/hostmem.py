@@ -13,19 +13,26 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60  # cgroup v1 writes a huge number where there is no limit
 
 
-def _read_int(path: Path) -> int | None:
-    text = kernel_text(path).strip()
-    return int(text) if text.isdecimal() else None
-
-
-def kernel_text(path: Path) -> str:
-    """What a file of the kernel says; nothing where it cannot be read.
+def kernel_int(path: Path) -> int | None:
+    """The number that a file of the kernel holds; None where it cannot be read, and for what is no count.
 
     Args:
         path: the file.
     """
+    text = kernel_text(path).strip()
+    return int(text) if text.isdecimal() else None
+
+
+def kernel_text(path: Path, encoding: str | None = None, errors: str = "surrogateescape") -> str:
+    """What a file of the kernel says; nothing where it cannot be read.
+
+    Args:
+        path: the file.
+        encoding: as `open` takes it.
+        errors: likewise. Names of cgroups are bytes, and are to come back as such.
+    """
     try:
-        return path.read_text(errors="surrogateescape")  # names of cgroups are bytes
+        return path.read_text(encoding=encoding, errors=errors)
     except OSError:
         return ""
 
@@ -37,7 +44,7 @@ def _reclaimable(folder: Path, key: str) -> int:
 
 
 def _room(folder: Path, limit_name: str, usage_name: str, cache_key: str) -> int | None:
-    limit, usage = _read_int(folder / limit_name), _read_int(folder / usage_name)
+    limit, usage = kernel_int(folder / limit_name), kernel_int(folder / usage_name)
     if limit is None or usage is None or limit >= _UNLIMITED:
         return None
     return max(0, limit - usage + _reclaimable(folder, cache_key))

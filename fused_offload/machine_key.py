@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import cuda_driver, numa
+from .hostmem import kernel_text
 
 _PACKAGES = ("fused-offload", "torch", "triton")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -63,18 +64,12 @@ def read_key(index: int, sysfs: Path = numa.SYSFS) -> MachineKey:
 
 def _read_link(bus: str, sysfs: Path) -> str:
     pci = numa.pci_folder(bus, sysfs)
-    try:
-        speed, width = (pci / "max_link_speed").read_text().strip(), (pci / "current_link_width").read_text().strip()
-    except OSError:
-        return "unknown"
-    return f"{speed} x{width}"
+    speed, width = (kernel_text(pci / name).strip() for name in ("max_link_speed", "current_link_width"))
+    return f"{speed} x{width}" if speed and width else "unknown"
 
 
 def _cpu_name() -> str:
-    try:
-        lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()  # firmware writes what it likes
-    except OSError:
-        lines = []
+    lines = kernel_text(_CPUINFO, "utf-8", "replace").splitlines()  # firmware writes what it likes
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from . import cuda_driver
+from .hostmem import kernel_int
 
 SYSFS = Path("/sys")
 _MPOL_PREFERRED = 1
@@ -42,11 +43,7 @@ def device_node(bus: str, sysfs: Path = SYSFS) -> int | None:
         bus: its address, such as ``"0000:3B:00.0"``; NVML writes the domain with eight digits.
         sysfs: where the kernel shows its devices.
     """
-    try:
-        text = (pci_folder(bus, sysfs) / "numa_node").read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None  # -1 where it belongs to none
+    return kernel_int(pci_folder(bus, sysfs) / "numa_node")  # -1 where it belongs to none
 
 
 def pci_folder(bus: str, sysfs: Path = SYSFS) -> Path:

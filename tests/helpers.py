@@ -35,6 +35,14 @@ DEVICES = ["cuda"] if torch.cuda.is_available() else ["cpu"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+def only_error(capsys: pytest.CaptureFixture[str]) -> str:
+    """The one line that a command printed, on the standard error output, because it refused."""
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+    return captured.err
+
+
 @pytest.fixture(scope="session", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
     """Modules take it over by ``device = helpers.device``."""

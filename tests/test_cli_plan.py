@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import only_error
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.cli import main
@@ -498,11 +499,8 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list
         code = main(arguments)
     except SystemExit as stop:
         code = stop.code
-    captured = capsys.readouterr()
     assert code == 2
-    assert captured.out == ""
-    assert words in captured.err
-    assert captured.err.count("\n") == 1
+    assert words in only_error(capsys)
 
 
 @pytest.mark.parametrize(
@@ -539,9 +537,7 @@ def test_a_configuration_is_a_file(
         ("model/config.json", "'model/config.json' cannot be read: No such file"),
     ):
         assert main(["plan", "--config", path]) == 2
-        captured = capsys.readouterr()
-        assert words in captured.err
-        assert captured.err.count("\n") == 1
+        assert words in only_error(capsys)
 
 
 @pytest.mark.parametrize(
@@ -573,11 +569,9 @@ def test_sizes_that_no_model_has(
     capsys.readouterr()
     path.write_text(json.dumps({**config, **change}))
     assert main(["plan", "--config", str(path)]) == 2
-    captured = capsys.readouterr()
-    assert str(path) in captured.err
-    assert words in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
+    error = only_error(capsys)
+    assert str(path) in error
+    assert words in error
 
 
 def test_units(capsys: pytest.CaptureFixture[str]) -> None:
