@@ -264,15 +264,6 @@ def _tuning_lines(record: Record) -> Iterator[str]:
             ("zero-copy programs", "ms"), ((str(one["programs"]), number(one["ms"], 4)) for one in zero_copies)
         )
         yield from ("", f"Chosen: {choice['why']}.")
-        if steps.get("graphs"):
-            yield from ("", "With `graph=True`: " + ", ".join(map(_graph, steps["graphs"])) + ".")
-
-
-def _graph(one: Record) -> str:
-    way = f"{one['chunk_bytes'] / 2**20:g} MiB x {one['depth']}"
-    if one["programs"] is not None:
-        way = f"zero-copy, {one['programs']} programs"
-    return f"{way} {number(one['ms'], 4)} ms"
 
 
 # -- pictures --------------------------------------------------------------------------------------------------------

@@ -70,7 +70,6 @@ def test_tuned(
         copy_sizes = [scale.bytes_of(mib) for mib in DUPLEX_MIB]
         plain = PlainDuplex(host_slabs(steps.optimizer), device, copy_sizes)
         order = random.Random(0)
-        graph_ms: list[float] = []
         resident_ms: list[float] = []
         plain_ms: defaultdict[int, list[float]] = defaultdict(list)
 
@@ -80,7 +79,6 @@ def test_tuned(
             plain.refresh()
             for size in copy_sizes:
                 plain_ms[size].append(wall_ms(partial(plain.run, size), device))
-            graph_ms.extend(steps.time(auto, steps=1, graph=True))
             shuffled = order.sample(sorted(compared), len(compared))
             return {case: steps.time(compared[case], steps=1)[0] for case in shuffled}
 
@@ -89,7 +87,6 @@ def test_tuned(
     resident.optimizer.close()
 
     cases = {case: (label(way), [one[case] for one in rounds]) for case, way in compared.items()}
-    cases["auto-graph"] = (f"{label(auto)}, graph=True", graph_ms[-len(rounds) :])
     defaults_ms = median(cases["defaults"][1])
     link_ms = min(median(times[-len(rounds) :]) for times in plain_ms.values())
     bound_ms = median(resident_ms[-len(rounds) :]) + link_ms

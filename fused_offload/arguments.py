@@ -56,8 +56,8 @@ def check_modes(
         raise RuntimeError(_NO_AMSGRAD)
     if capturable:
         raise RuntimeError(
-            "FusedOffloadAdam does not support capturable=True. Leave it False: OffloadConfig(graph=True) replays the "
-            "step as a CUDA graph, and lr tensors and a gradient scaler's signals are read on the device already."
+            "FusedOffloadAdam does not support capturable=True. Leave it False: lr tensors and a gradient scaler's "
+            "signals are read on the device already, and step() is called outside of CUDA graphs."
         )
     if master_weights and master_weight_dtype not in MASTER_FORMS:
         raise RuntimeError(f"FusedOffloadAdam only supports fp32/fp16 master weights, but got {master_weight_dtype}.")

@@ -6,8 +6,6 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from .config import OffloadConfig
 from .kernels import adam
 from .kernels.reference import AdamState
@@ -43,18 +41,6 @@ class _Moved(NamedTuple):
         )
 
 
-class Capture(NamedTuple):
-    """A step as a graph, see [Note: replay].
-
-    Attributes:
-        key: what it holds for.
-        graph: the graph, or None before the second step of that kind.
-    """
-
-    key: Any
-    graph: torch.cuda.CUDAGraph | None
-
-
 class DevicePlan:
     """What the pipeline works out once per plan and device."""
 
@@ -76,9 +62,6 @@ class DevicePlan:
         self.copied, self.mapped = _Moved.by(self.transfers), _Moved.by(in_host_memory)
         streamed = {kind.extent for kind in self.kinds if kind.origin is None}
         self.need = ring_need(config, ((extent.layout, extent.numel) for extent in streamed))
-        # A first step is not like the next one, which finds state.
-        self.is_replayable = not any(kind.init_moments or kind.init_master or kind.block for kind in self.kinds)
-        self.capture: Capture | None = None
         self.compiled_for: Any = None  # arguments that the kernels of this plan were compiled for
         # By slot, weakly: a ring that is released or grown takes its slots' views with it.
         self._states: weakref.WeakKeyDictionary[Slot, dict[Any, AdamState]] = weakref.WeakKeyDictionary()

@@ -668,14 +668,13 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             ValueError: for a bad ``clip_value``, and models without parameters of this optimizer.
             RuntimeError: where gradients are not final when autograd has accumulated them
                 (``DistributedDataParallel``, ``FullyShardedDataParallel``, HSDP, ``CPUOffloadPolicy``), with
-                ``use_decoupled_grad``, and with a window or a graph, which are for one step after the pass.
+                ``use_decoupled_grad``, and with a window, which is for one step after the pass.
         """
         self._check_usable()
-        if self.use_decoupled_grad or self.offload.window_bytes or self.offload.graph:
+        if self.use_decoupled_grad or self.offload.window_bytes:
             raise RuntimeError(
                 "step_in_backward takes gradients from .grad while the backward pass runs; it works neither with "
-                "use_decoupled_grad=True nor with OffloadConfig(window_bytes=...) or OffloadConfig(graph=True). Build "
-                "the optimizer without them."
+                "use_decoupled_grad=True nor with OffloadConfig(window_bytes=...). Build the optimizer without them."
             )
         if self._backward_steps is not None:
             self._backward_steps.detach()

@@ -37,14 +37,8 @@ steady step without a window allocates nothing.
 
 [Note: grads are inputs] The kernel never writes a gradient.
 
-[Note: replay] With ``OffloadConfig.graph`` the second step of a kind is captured instead of enqueued, and replayed from
-then on. What changes from step to step is read from device memory: addresses from the table, learning rates, step
-numbers and bias corrections from beside it, a gradient scaler's signals from cells of our own. All else is part of a
-capture's key. The first step of a kind is enqueued as ever, since no kernel can be loaded in a capture. The caller's
-stream waits for both copy streams before a replay, and they for it behind.
-
 [Note: all or nothing] Whatever can fail (checks, the ring, the table's memory, compiling and loading) happens in
-`Pipeline.prepare`, before the first launch; captures are made there, too.
+`Pipeline.prepare`, before the first launch.
 """
 
 from __future__ import annotations
@@ -59,13 +53,12 @@ from typing import Any, NamedTuple
 import torch
 
 from .config import OffloadConfig
-from .device_plan import Capture, DevicePlan, ring_need
+from .device_plan import DevicePlan, ring_need
 from .kernels import adam
 from .kernels.adam import AmpSignals, LaunchKind
 from .kernels.reference import AdamScalars, AdamState
 from .planner import ChunkKind, StepPlan
 from .queues import CudaOps, DeviceQueues
-from .replay import Cells, launch_key, with_lr_in, with_lr_rows
 from .schedule import (
     Event,
     LoadedBlock,
@@ -76,7 +69,7 @@ from .schedule import (
     stream_chunks,
     write_back_window,
 )
-from .skips import MAX_PENDING, SkipCounter
+from .skips import SkipCounter
 from .staging import Slot
 from .step_report import Span, StepLog, StepMarks
 from .storage import Layout
@@ -94,16 +87,12 @@ class PreparedStep(NamedTuple):
         launch: ``(chunk index, slot index)``, enqueues that chunk's kernel.
         params: parameters that the step changes.
         found_inf: signal to count a skip by, or None.
-        graph: what to replay instead of launching, or None.
-        capture_key: what the next step may be captured for once this one is enqueued, or None.
     """
 
     plan: DevicePlan
     launch: Callable[[int, int], None]
     params: list[torch.Tensor]
     found_inf: torch.Tensor | None
-    graph: torch.cuda.CUDAGraph | None = None
-    capture_key: Any = None
 
 
 class Pipeline:
@@ -122,7 +111,6 @@ class Pipeline:
         self.log = StepLog()
         self._config = config
         self._upload = UploadBuffer(device)
-        self._cells = Cells(device)
         self._compiled: set[Any] = set()
         self._window: dict[WindowBlock, LoadedBlock] = {}
         self._write_backs = WriteBacks()
@@ -251,43 +239,20 @@ class Pipeline:
         ops = CudaOps(self.queues)
         if self._computed is not None:  # the table of the previous step may still be read, on another current stream
             ops.wait(ops.compute, self._computed)
-        is_replayable = self._config.graph and device_plan.is_replayable
-        if is_replayable:
-            corrections = with_lr_rows(corrections, scalars, MAX_PENDING + 1)
         table, correction_rows = self._upload.send(
             device_plan.table,
-            corrections if found_inf is not None or is_replayable else {},
+            corrections if found_inf is not None else {},
             ops.compute.cuda_stream,
             lambda: ops.record(ops.compute),
         )
         scalars = {group: _with_lr_on(device, values) for group, values in scalars.items()}
-        if is_replayable:
-            scalars = {group: with_lr_in(correction_rows[group], values) for group, values in scalars.items()}
-            correction_rows = {group: rows[1:] for group, rows in correction_rows.items()}
-            signals = self._signals(
-                self._cells.hold("grad_scale", grad_scale),
-                self._cells.hold("found_inf", found_inf, 0.0),
-                correction_rows,
-            )
-        else:
-            signals = self._signals(grad_scale, found_inf, correction_rows)
+        signals = self._signals(grad_scale, found_inf, correction_rows)
 
         def launch(index: int, slot_index: int) -> None:
             rows = device_plan.table.chunks[index]
             arguments = self._arguments(device_plan, index, slot_index, updates, scalars, signals, numerics, aligned)
             adam.adam_step_(table[rows.first :], rows.rows, rows.programs, *arguments)
 
-        step = PreparedStep(device_plan, launch, updates.params, found_inf)
-        if is_replayable:
-            slots = sorted(slot.memory.data_ptr() for slot in self.queues.ring.slots)
-            key = (table.data_ptr(), list(aligned), slots, numerics, launch_key(scalars, signals))
-            capture = device_plan.capture
-            if capture is not None and capture.key == key:
-                if capture.graph is None:
-                    capture = device_plan.capture = Capture(key, self._captured(step))
-                return step._replace(graph=capture.graph)
-            device_plan.capture = None
-            step = step._replace(capture_key=key)
         by_group = [(group, _compiled_into(values)) for group, values in scalars.items()]
         compiled_for = (list(aligned), numerics, by_group, signals.keys() == {None}, grad_scale is None)
         if device_plan.compiled_for != compiled_for:
@@ -295,32 +260,7 @@ class Pipeline:
                 arguments = self._arguments(device_plan, index, 0, updates, scalars, signals, numerics, aligned)
                 self._compile(table, *arguments)
             device_plan.compiled_for = compiled_for
-        return step
-
-    def _captured(self, step: PreparedStep) -> torch.cuda.CUDAGraph:
-        """A step as a graph; nothing runs."""
-        slots = self.queues.ring.slots
-        written_back = [slot.written_back for slot in slots]
-        graph = torch.cuda.CUDAGraph()
-        try:
-            for slot in slots:
-                slot.written_back = None
-            with torch.cuda.stream(self.queues.capture):  # the default stream cannot be captured
-                graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    ops = CudaOps(self.queues)
-                    began = ops.record(ops.compute)
-                    for stream in (ops.h2d, ops.d2h):
-                        ops.wait(stream, began)
-                    self._enqueue(step, ops, (), (), ())
-                    for stream in (ops.h2d, ops.d2h):
-                        ops.wait(ops.compute, ops.record(stream))
-                finally:
-                    graph.capture_end()
-        finally:
-            for slot, event in zip(slots, written_back, strict=True):
-                slot.written_back = event
-        return graph
+        return PreparedStep(device_plan, launch, updates.params, found_inf)
 
     def _signals(
         self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None, rows: Mapping[int, torch.Tensor]
@@ -415,13 +355,7 @@ class Pipeline:
             number: of the step, for its report.
         """
         self._is_enqueueing = True  # and stays so if this raises: there are copies then that no event stands for
-        if step.graph is not None:
-            marks = self._replay(step, step.graph)
-        else:
-            marks = self._run(step)
-            if step.capture_key is not None:
-                step.plan.capture = Capture(step.capture_key, None)
-        self.log.add(number, marks)
+        self.log.add(number, self._run(step))
         if step.found_inf is not None:
             ops = CudaOps(self.queues)
             self.skips.count(step.found_inf, lambda: ops.record(ops.compute))
@@ -429,24 +363,6 @@ class Pipeline:
         # The kernel writes through raw addresses; autograd must still notice that saved parameters changed.
         torch.autograd.graph.increment_version(step.params)
         self._is_enqueueing = False
-
-    def _replay(self, step: PreparedStep, graph: torch.cuda.CUDAGraph) -> StepMarks:
-        """Replays a captured step, see [Note: replay]."""
-        ops = CudaOps(self.queues)
-        for stream in (ops.h2d, ops.d2h):
-            ops.wait(ops.compute, ops.record(stream))
-        began = ops.record(ops.compute, timing=True)
-        graph.replay()
-        computed = self._computed = ops.record(ops.compute, timing=True)
-        ops.wait(ops.d2h, computed)
-        written_back = ops.record(ops.d2h)
-        for slot in self.queues.ring.slots:
-            slot.written_back = written_back
-        self._write_backs.note_streamed(written_back, ())
-        moved = (step.plan.copied, step.plan.mapped)
-        to_device = tuple(Span((began,), computed, part.to_device) for part in moved)
-        to_host = tuple(Span((began,), computed, part.to_host) for part in moved)
-        return StepMarks(began, computed, (), to_device, to_host, 0)
 
     def _run(self, step: PreparedStep) -> StepMarks:
         plan = step.plan
@@ -528,7 +444,7 @@ class Pipeline:
 def _compiled_into(scalars: AdamScalars) -> tuple[Any, ...]:
     """What of the hyperparameters a kernel knows at compile time."""
     lr_dtype = scalars.lr.dtype if isinstance(scalars.lr, torch.Tensor) else None
-    return scalars.adam_w_mode, lr_dtype, type(scalars.step)
+    return scalars.adam_w_mode, lr_dtype
 
 
 def _with_lr_on(device: torch.device, scalars: AdamScalars) -> AdamScalars:

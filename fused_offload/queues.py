@@ -21,8 +21,6 @@ class DeviceQueues:
         ring: the device's staging.
         h2d: stream of copies to the device.
         d2h: stream of copies to the host.
-        capture: stream that steps are captured on, where nothing ever runs. torch gives streams out in turns: one for
-            each capture would some time be one of the other two.
     """
 
     _of_device: ClassVar[weakref.WeakValueDictionary[torch.device, DeviceQueues]] = weakref.WeakValueDictionary()
@@ -41,7 +39,6 @@ class DeviceQueues:
         self.ring = StagingRing(device)
         self.h2d = torch.cuda.Stream(device)
         self.d2h = torch.cuda.Stream(device)
-        self.capture = torch.cuda.Stream(device)
 
     def synchronize(self) -> None:
         """Waits on the host for all copies."""

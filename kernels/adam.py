@@ -297,7 +297,7 @@ def _update_program(
 
 
 _OF_ANY_VALUE = ("rows", "blocks", "skips_before", "rounding_seed", "rounding_step")
-_OF_ANY_ALIGNMENT = ("rounding_step_ptr", "lr_ptr", "corrections_ptr", "skips_ptr", "grad_scale_ptr", "found_inf_ptr")
+_OF_ANY_ALIGNMENT = ("lr_ptr", "corrections_ptr", "skips_ptr", "grad_scale_ptr", "found_inf_ptr")
 """Arguments that differ between the launches of a step, or belong to the caller: the kernel that is compiled before the
 first launch has to be that of all of them."""
 
@@ -315,7 +315,6 @@ def _adam_kernel(
     master_scale_ptr,  # [numel / 128] float32 or None, updated in place
     rounding_seed,  # [0, 2^31)
     rounding_step,  # number of the step if none was skipped since skips_before; only read with STOCHASTIC
-    rounding_step_ptr,  # [1] float32 or None; replaces rounding_step
     lr,
     lr_ptr,  # [1] any float dtype or None; replaces lr
     beta1,
@@ -354,8 +353,6 @@ def _adam_kernel(
     pid = tl.program_id(0)
     if lr_ptr is not None:
         lr = tl.load(lr_ptr).to(tl.float32)
-    if rounding_step_ptr is not None:
-        rounding_step = tl.load(rounding_step_ptr).to(tl.int32)
     grad_scale = 1.0
     if SCALED_GRAD:
         grad_scale = tl.load(grad_scale_ptr).to(tl.float32)
@@ -451,7 +448,6 @@ def _arguments(
 ) -> dict[str, Any]:
     master = state.master_param
     lr_on_device = isinstance(scalars.lr, torch.Tensor)
-    step_on_device = isinstance(scalars.step, torch.Tensor)
     return {
         "table_ptr": table,
         "rows": rows,
@@ -463,8 +459,7 @@ def _arguments(
         "master_ptr": None if master is None else master.data,
         "master_scale_ptr": None if master is None else master.scale,
         "rounding_seed": scalars.rounding_seed,
-        "rounding_step": 0 if step_on_device else scalars.step,
-        "rounding_step_ptr": scalars.step if step_on_device else None,
+        "rounding_step": scalars.step,
         "lr": 0.0 if lr_on_device else scalars.lr,
         "lr_ptr": scalars.lr if lr_on_device else None,
         "beta1": scalars.beta1,

@@ -39,8 +39,7 @@ class AdamScalars(NamedTuple):
         bias_correction1: ``1 - beta1**step``, or 1.
         bias_correction2: ``1 - beta2**step``, or 1.
         adam_w_mode: decoupled weight decay (AdamW) if true, else L2.
-        step: number of the step, from 1, or one float32 on the parameters' device that the kernel reads; with the seed
-            it decides how stochastic forms are rounded.
+        step: number of the step, from 1; with the seed it decides how stochastic forms are rounded.
         rounding_seed: in [0, 2^31).
     """
 
@@ -54,7 +53,7 @@ class AdamScalars(NamedTuple):
     bias_correction1: float
     bias_correction2: float
     adam_w_mode: bool
-    step: int | torch.Tensor = 1
+    step: int = 1
     rounding_seed: int = 0
 
 
@@ -240,9 +239,7 @@ def _step_block_(
     fma_(v, scalars.beta2, torch.mul(g, scalars.one_minus_beta2, out=term).mul_(g), out=v)
     thresholds: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if state.exp_avg.form.stochastic or state.exp_avg_sq.form.stochastic:
-        thresholds = rounding_thresholds(
-            Rounding(scalars.rounding_seed, int(scalars.step), counter), numel, param.device
-        )
+        thresholds = rounding_thresholds(Rounding(scalars.rounding_seed, scalars.step, counter), numel, param.device)
     encode_(state.exp_avg, m, thresholds[0])
     encode_(state.exp_avg_sq, v, thresholds[1])
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -41,42 +41,6 @@ class FakeStream:
     def synchronize(self) -> None: ...
 
 
-class FakeGraph:
-    """Takes down copies and launches with their arguments instead of doing them, and does them when it is replayed."""
-
-    capturing: ClassVar[FakeGraph | None] = None
-    captures: ClassVar[int] = 0
-    replays: ClassVar[int] = 0
-
-    def __init__(self) -> None:
-        self.work: list[Callable[[], Any]] = []
-
-    def capture_begin(self, capture_error_mode: str) -> None:
-        assert FakeGraph.capturing is None
-        FakeGraph.capturing = self
-        FakeGraph.captures += 1
-
-    def capture_end(self) -> None:
-        FakeGraph.capturing = None
-
-    def replay(self) -> None:
-        FakeGraph.replays += 1
-        for work in self.work:
-            work()
-
-
-def capturable(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that a graph takes down while one is being captured."""
-
-    def run_or_capture(*args: Any, **kwargs: Any) -> None:
-        if FakeGraph.capturing is not None:
-            FakeGraph.capturing.work.append(lambda: function(*args, **kwargs))
-        else:
-            function(*args, **kwargs)
-
-    return run_or_capture
-
-
 @pytest.fixture(autouse=True)
 def pipeline_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """On queues that run everything at once, in order. Modules take it over by its name."""
@@ -87,15 +51,14 @@ def pipeline_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "current_stream": lambda device=None: stream,
         "device": lambda device: contextlib.nullcontext(),
         "stream": lambda stream: contextlib.nullcontext(),
-        "CUDAGraph": FakeGraph,
         "synchronize": lambda device=None: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: None)
-    copy = capturable(lambda target, source, nbytes, stream: ctypes.memmove(target, source, nbytes))
-    monkeypatch.setattr(cuda_driver, "copy_to_device_async", copy)
-    monkeypatch.setattr(cuda_driver, "copy_to_host_async", copy)
-    monkeypatch.setattr(adam, "adam_step_", capturable(adam.adam_step_))
+    for name in ("copy_to_device_async", "copy_to_host_async"):
+        monkeypatch.setattr(
+            cuda_driver, name, lambda target, source, nbytes, stream: ctypes.memmove(target, source, nbytes)
+        )
     monkeypatch.setattr(cuda_driver, "register_host_memory", lambda address, nbytes: None)
     monkeypatch.setattr(cuda_driver, "unregister_host_memory", lambda address: None)
     monkeypatch.setattr(engine, "_CPU", torch.device("meta"))

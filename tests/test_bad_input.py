@@ -236,8 +236,6 @@ def test_te_numerics_on_the_cpu() -> None:
         ({"depth": True}, ValueError, "Invalid depth: True"),
         ({"pin": 1}, TypeError, "Invalid pin: 1"),
         ({"graph": 1}, TypeError, "Invalid graph: 1"),
-        ({"graph": True, "pin": False}, ValueError, "graph=True needs pin=True"),
-        ({"graph": True, "window_bytes": 1}, ValueError, "graph=True needs window_bytes=0"),
         ({"chunk_bytes": "8MiB"}, ValueError, r"Invalid chunk_bytes: '8MiB', .* or 'auto': 8 \* 2\*\*20 is 8 MiB"),
         ({"transport": "rdma"}, ValueError, "Invalid transport: 'rdma'"),
         ({"transport": "zero_copy", "pin": False}, ValueError, "needs pin=True"),
@@ -588,3 +586,11 @@ def test_step_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     give_grads(undisturbed, twins, 9)
     undisturbed.step()
     helpers.assert_same_snapshot(helpers.snapshot(optimizer), helpers.snapshot(undisturbed))
+
+
+@pytest.mark.filterwarnings("error")
+def test_graph_is_accepted_and_does_nothing() -> None:
+    with pytest.warns(DeprecationWarning, match="has no effect any more") as warned:
+        config = OffloadConfig(graph=True, pin=False, window_bytes=1)
+    assert [warning.filename for warning in warned] == [__file__]
+    assert dataclasses.replace(config) == OffloadConfig(pin=False, window_bytes=1)

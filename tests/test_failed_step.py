@@ -107,28 +107,6 @@ def upload_copies(optimizer: FusedOffloadAdam, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(cuda_driver, "copy_to_device_async", checked)
 
 
-def test_a_step_whose_kernel_did_not_compile_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A capture can load no kernel: the first step of a kind has to be launched."""
-    optimizer = FusedOffloadAdam(
-        [torch.nn.Parameter(torch.zeros(1024))], offload=OffloadConfig(chunk_bytes=1024, graph=True)
-    )
-    optimizer.param_groups[0]["params"][0].grad = torch.ones(1024)
-    monkeypatch.setattr(cpu_pipeline.FakeGraph, "captures", 0)
-    optimizer.step()  # makes the state
-    with monkeypatch.context() as patched:
-        patched.setattr(adam, "compile_step", fail_to_compile)
-        with pytest.raises(LaunchError):
-            optimizer.step()
-    optimizer.step()
-    assert cpu_pipeline.FakeGraph.captures == 0
-    optimizer.step()
-    assert cpu_pipeline.FakeGraph.captures == 1
-
-
-def fail_to_compile(*_: Any) -> None:
-    raise LaunchError
-
-
 @pytest.mark.parametrize("fails", ["full", "empty"])
 def test_a_count_of_skips_that_found_no_memory_is_made_later(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     param = torch.nn.Parameter(torch.zeros(1024))

@@ -127,7 +127,7 @@ class FakeSteps:
         self.calls += 1
         return 1 + 0.03 * (self.calls * 7919 % 13) / 13
 
-    def time(self, way: Streaming, steps: int = 2, *, graph: bool = False) -> list[float]:
+    def time(self, way: Streaming, steps: int = 2) -> list[float]:
         times = [self.true_ms(way) * self.disturbed() for _ in range(1 + steps)]
         self.now += sum(times) / 1e3
         if steps:
@@ -172,8 +172,6 @@ def test_the_sweep_finds_what_brute_force_finds(sweep: Callable[..., Swept]) -> 
     assert steps.true_ms(chosen(swept.choice)) <= 1.02 * steps.best_ms
     assert told[-1][1] == told[-1][2]
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
-    assert chosen(swept.choice) in [one.streaming for one in swept.graphs]
-    assert {len(one.samples_ms) for one in swept.graphs} == {4}
     # What is clearly slower is soon left alone; what may be the fastest is always timed, and so are the defaults.
     rounds = {one.streaming: len(one.samples_ms) // 2 for one in swept.timed}
     assert rounds[Streaming(4 * MIB, 2)] == 1
@@ -184,7 +182,6 @@ def test_without_time_everything_is_tried_once(sweep: Callable[..., Swept]) -> N
     steps = FakeSteps()
     swept = sweep(steps, -1.0)
     assert {len(one.samples_ms) for one in swept.timed} == {2}
-    assert {len(one.samples_ms) for one in swept.graphs} == {2}
     assert steps.true_ms(chosen(swept.choice)) <= 1.05 * steps.best_ms
 
 
@@ -208,7 +205,7 @@ def test_a_host_whose_speed_has_two_levels(sweep: Callable[..., Swept], state_by
                 return 0.5 + self.state_bytes / 46e6 + 2 / way.programs
             return 0.6 + self.state_bytes / 48e6 + 0.02 * self.state_bytes / way.chunk_bytes + way.chunk_bytes / 100e6
 
-        def time(self, way: Streaming, steps: int = 2, *, graph: bool = False) -> list[float]:
+        def time(self, way: Streaming, steps: int = 2) -> list[float]:
             slow = int(self.now * 1.7 + self.phase) % 2 * 0.35
             times = [self.true_ms(way) * self.disturbed() + slow for _ in range(7)]
             self.now += sum(times) / 1e3
@@ -286,11 +283,11 @@ def test_compiling_and_page_locking_take_of_the_time(compile_s: float, monkeypat
         def true_ms(self, way: Streaming) -> float:
             return 1 + self.state_bytes / 45e6 + (way.chunk_bytes / 50e6 if way.programs is None else 0.0)
 
-        def time(self, way: Streaming, steps: int = 2, *, graph: bool = False) -> list[float]:
+        def time(self, way: Streaming, steps: int = 2) -> list[float]:
             if not clock.compiled:
                 clock.now, clock.compiled = clock.now + compile_s, True
             clock.now += (1 + steps) * self.true_ms(way) / 1e3
-            return super().time(way, steps, graph=graph)
+            return super().time(way, steps)
 
     def narrow(*_: Any) -> tuple[()]:
         ends.append(clock.now)

@@ -36,10 +36,6 @@ _LEVELS_MS = 0.4
 was timed in; and while there were few, as much as steps differ between the two levels of a host's speed."""
 
 
-GRAPH_CHUNK_MIB = (2, 4, 16)
-"""A replay costs the host nothing a chunk, so that smaller chunks could be as fast."""
-
-
 def middle_ms(samples_ms: Sequence[float]) -> float:
     """Mean of the middle half; of fewer than four the shortest.
 
@@ -108,18 +104,6 @@ def candidates(state_bytes: int) -> list[Streaming]:
     if default_streaming(state_bytes) not in ways:
         ways.append(default_streaming(state_bytes))
     return ways + [Streaming(programs=programs) for programs in PROGRAMS]
-
-
-def graph_candidates(choice: Choice) -> list[Streaming]:
-    """What is tried as a captured step: small chunks, and what was chosen for steps that are not captured.
-
-    Args:
-        choice: for steps that are not captured.
-    """
-    copies = [Streaming(mib * MIB, depth) for mib, depth in product(GRAPH_CHUNK_MIB, (3, 4))]
-    return list(
-        dict.fromkeys([*copies, Streaming(choice.chunk_bytes, choice.depth), Streaming(programs=choice.programs)])
-    )
 
 
 def still_close(timed: Sequence[Timed], rounds: int, state_bytes: int) -> list[Streaming]:

@@ -27,7 +27,6 @@ from .choose import (
     choose,
     chosen,
     gigabytes,
-    graph_candidates,
     middle_ms,
     still_close,
 )
@@ -57,14 +56,12 @@ class Swept(NamedTuple):
         state_bytes: of their state.
         timed: every way that was tried.
         choice: the one that is chosen.
-        graphs: captured steps, which have to be asked for (``OffloadConfig.graph``).
     """
 
     param_numel: int
     state_bytes: int
     timed: tuple[Timed, ...]
     choice: Choice
-    graphs: tuple[Timed, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -190,12 +187,7 @@ def sweep(steps: Any, end: float, shared_by: int, report: Report) -> Swept:
         round_start = now
     report(phase, rounds * len(ways), rounds * len(ways))
     choice = choose(_timed(samples, close), state_bytes)
-    graphs: dict[Streaming, list[float]] = {way: [] for way in graph_candidates(choice)}
-    for _ in range(2):
-        for way, times in graphs.items():
-            if not times or time.perf_counter() < end:
-                times += steps.time(way, _STEPS, graph=True)
-    return Swept(steps.param_numel, state_bytes, _timed(samples, ways), choice, _timed(graphs, graphs))
+    return Swept(steps.param_numel, state_bytes, _timed(samples, ways), choice)
 
 
 def _timed(samples: Mapping[Streaming, list[float]], ways: Iterable[Streaming]) -> tuple[Timed, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,7 +69,7 @@ class Rig:
         torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3
 
-    def time(self, streaming: Streaming, steps: int = 2, *, graph: bool = False) -> list[float]:
+    def time(self, streaming: Streaming, steps: int = 2) -> list[float]:
         """Steps by one way to stream, after one that takes its ring and compiles its kernels.
 
         Steps prepare something until each slot of the ring was used once. Where that is a share of their time, so many
@@ -79,10 +78,9 @@ class Rig:
         Args:
             streaming: the way.
             steps: how many.
-            graph: replay a captured step; the second is captured.
         """
-        self.optimizer._stepper.reconfigure(dataclasses.replace(config_of(streaming), graph=graph))
-        first_ms = [self.step_ms() for _ in range(1 + graph)][-1]
+        self.optimizer._stepper.reconfigure(config_of(streaming))
+        first_ms = self.step_ms()
         start = time.perf_counter()
         for _ in range(streaming.depth):
             if (time.perf_counter() - start) * 1e3 + first_ms < _WARM_MS:

@@ -191,7 +191,6 @@ def as_json(tuning: Tuning, path: Any = None) -> dict[str, Any]:
                 "param_numel": swept.param_numel,
                 "state_bytes": swept.state_bytes,
                 "timed": [_timed_as_json(one) for one in swept.timed],
-                "graphs": [_timed_as_json(one) for one in swept.graphs],
             }
             for swept in tuning.swept
         ],
@@ -216,9 +215,6 @@ def show(tuning: Tuning, path: Any = None) -> None:
     for swept in tuning.swept:
         console.print(_steps_table(swept))
         console.print(f"Chosen: {swept.choice.why}.", highlight=False, markup=False, soft_wrap=True)
-        graphs = ", ".join(f"{one.label} {one.ms:.2f} ms" for one in sorted(swept.graphs, key=lambda one: one.ms))
-        if graphs:
-            console.print(f"With graph=True: {graphs}.", highlight=False, markup=False, soft_wrap=True)
     if tuning.kernel_ms is not None:
         numel = tuning.swept[-1].param_numel
         console.print(
