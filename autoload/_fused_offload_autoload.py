@@ -25,7 +25,10 @@ def arm() -> None:
 
 
 class _WaitForMegatron:
-    """A finder that finds nothing, but sees the import that it waits for."""
+    """A finder that finds nothing, but sees the import that it waits for.
+
+    It stays until the optimizer is installed, so that a wrong variable fails every import.
+    """
 
     def __init__(self, value: str) -> None:
         self._value = value
@@ -33,9 +36,8 @@ class _WaitForMegatron:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != _MEGATRON:
+        if name != _MEGATRON or self not in sys.meta_path:
             return None
-        sys.meta_path.remove(self)
         if self._value != "1":
             # Here and not when Python starts: only who runs Megatron needs to know, and there it cannot be overlooked.
             raise ValueError(
@@ -46,4 +48,5 @@ class _WaitForMegatron:
         from fused_offload.megatron import install
 
         install()  # waits for the end of this import with a finder of its own, which the search now has to pass
+        sys.meta_path.remove(self)
         return find_spec(name)

@@ -5,6 +5,7 @@ Whatever imports Megatron runs in a process of its own, under the stand-in for C
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import os
@@ -23,6 +24,7 @@ import pytest
 import torch
 
 from fused_offload.megatron import is_installed
+from fused_offload.megatron.install import call_after_import
 from fused_offload.megatron.options import warn_if_copies_drift
 from fused_offload.megatron.run import main
 from fused_offload.megatron.step_log import VARIABLE, checked_interval
@@ -297,6 +299,101 @@ def test_an_unknown_value_is_refused_where_megatron_is_imported(environment: Env
     done = run([environment.python, "-c", "import megatron.core.optimizer"], cwd=tmp_path, **variables)
     assert done.returncode != 0
     assert done.stderr.splitlines()[-1].startswith("ValueError: Invalid FUSED_OFFLOAD_ADAM: 'yes', it should be '1'")
+
+
+IMPORT_THREE_TIMES = dedent(
+    """
+    import importlib
+    for _ in range(3):
+        try:
+            importlib.import_module("megatron.core.optimizer")
+        except ValueError as error:
+            print(str(error).split(":")[0])
+        else:
+            print("imported")
+    """
+)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"FUSED_OFFLOAD_ADAM": "yes"}, "Invalid FUSED_OFFLOAD_ADAM"),
+        ({"FUSED_OFFLOAD_ADAM": "1", "FUSED_OFFLOAD_WINDOW_BYTES": "wide"}, "Invalid FUSED_OFFLOAD_WINDOW_BYTES"),
+    ],
+)
+def test_a_wrong_variable_is_refused_at_every_import(
+    environment: Environment, tmp_path: Path, variables: dict[str, str], said: str
+) -> None:
+    (tmp_path / "megatron" / "core" / "optimizer").mkdir(parents=True)
+    for name in ("core", "core/optimizer"):
+        (tmp_path / "megatron" / name / "__init__.py").touch()
+    assert environment.output(IMPORT_THREE_TIMES, PYTHONPATH=str(tmp_path), **variables) == [said] * 3
+
+
+# In front of the real Megatron: a package whose parent does not import the optimizer by itself.
+SEARCH_FIRST = dedent(
+    """
+    import importlib.util, sys, warnings
+    warnings.simplefilter("error")
+    if "early" in sys.argv:
+        import fused_offload.megatron
+        fused_offload.megatron.install()
+    for _ in range(2):
+        assert importlib.util.find_spec("megatron.core.optimizer") is not None
+    assert "megatron.core.optimizer" not in sys.modules
+    import fused_offload.megatron
+    assert fused_offload.megatron.is_installed()
+    try:
+        import megatron.core.optimizer
+    except UserWarning as error:
+        print("installed" if "lacks megatron.core.optimizer._get" in str(error) else error)
+    """
+)
+
+
+@pytest.mark.parametrize("how", ["early", "variable"])
+def test_a_search_before_the_import_does_not_leave_the_stock_optimizer(
+    environment: Environment, tmp_path: Path, how: str
+) -> None:
+    (tmp_path / "megatron" / "core" / "optimizer").mkdir(parents=True)
+    for name in ("core", "core/optimizer"):
+        (tmp_path / "megatron" / name / "__init__.py").touch()
+    (tmp_path / "search.py").write_text(SEARCH_FIRST)
+    done = run(
+        [environment.python, "search.py", how],
+        cwd=tmp_path,
+        PYTHONPATH=str(tmp_path),
+        PYTHONWARNINGS="",
+        **({"FUSED_OFFLOAD_ADAM": "1"} if how == "variable" else {}),
+    )
+    assert done.stdout.splitlines() == ["installed"], done.stderr
+
+
+def test_a_function_waits_until_the_module_was_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "module_to_wait_for.py").write_text("import attempts\nattempts.next()")
+    calls: list[str] = []
+    outcomes = iter(["the module fails", "the function fails", "all is well"])
+    attempts = SimpleNamespace(next=lambda: calls.append(next(outcomes)) or _raise_if(calls[-1], "the module fails"))
+    monkeypatch.setitem(sys.modules, "attempts", attempts)  # type: ignore[arg-type] - any object is importable
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    finders = len(sys.meta_path)
+    call_after_import("module_to_wait_for", lambda: _raise_if(calls[-1], "the function fails"))
+    for failure in ("the module fails", "the function fails"):
+        assert importlib.util.find_spec("module_to_wait_for") is not None
+        with pytest.raises(RuntimeError, match=failure):
+            importlib.import_module("module_to_wait_for")
+        assert len(sys.meta_path) == finders + 1
+    importlib.import_module("module_to_wait_for")
+    del sys.modules["module_to_wait_for"]
+    assert calls == ["the module fails", "the function fails", "all is well"]
+    assert len(sys.meta_path) == finders
+
+
+def _raise_if(outcome: str, failure: str) -> None:
+    if outcome == failure:
+        raise RuntimeError(failure)
 
 
 def test_an_editable_install_has_the_variable_too_and_uninstalls(source: Path, tmp_path: Path) -> None:
