@@ -303,6 +303,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
     def _wait_for_state(self) -> None:
         """Waits until the host copy of the state is complete and all skipped steps are known."""
+        self._store.check_process()
         self._stepper.wait(self.param_groups)
 
     def _forget_entries(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from . import cuda_driver, numa
+from .forks import keep_in_children
 from .hostmem import check_host_bytes
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; absent from Python's mmap module
@@ -27,8 +28,8 @@ class PinnedSlab:
     """Zero-filled host memory of exactly ``nbytes``, page-locked if asked.
 
     The memory is a private anonymous mapping, touched by all cores in parallel and registered once, portable to every
-    device of the process. Forked children do not inherit registered memory (data-loader workers would otherwise copy
-    its page tables, and every page that is written afterwards).
+    device of the process. Forked children do not inherit memory while it is registered (the kernel would copy all of
+    it during the fork): reading it there ends them with SIGSEGV.
 
     Attributes:
         bytes: ``[nbytes]`` uint8 on CPU. The memory lives until the last view of it dies, also after `close`.
@@ -61,6 +62,7 @@ class PinnedSlab:
 
     def _register(self, mapping: mmap.mmap) -> None:
         address, nbytes = self.bytes.data_ptr(), self.bytes.numel()
+        keep_in_children(mapping)
         mapping.madvise(mmap.MADV_DONTFORK)
         _touch(address, nbytes)
         error = cuda_driver.register_host_memory(address, nbytes)
@@ -85,20 +87,20 @@ class PinnedSlab:
 
 
 _registered: list[tuple[int, Any]] = []
-"""Memory that was dropped in a capture, and its mapping."""
+"""Memory to unregister, and its mapping; what is dropped in a capture waits here."""
 
 
 def _unregister(address: int, pid: int, mapping: Any) -> None:
     """Finalizer; holds the mapping so that the memory outlives its registration."""
     if os.getpid() != pid:  # a forked child has neither the memory nor a usable CUDA context
         return
+    _registered.append((address, mapping))
     if _is_capturing():  # garbage is collected at any time, but waiting for the device would end the capture
-        _registered.append((address, mapping))
         return
-    cuda_driver.unregister_host_memory(address)
     while _registered:
-        dropped = _registered.pop()  # and held until it is unregistered
-        cuda_driver.unregister_host_memory(dropped[0])
+        address, mapping = _registered.pop()
+        cuda_driver.unregister_host_memory(address)
+        mapping.madvise(mmap.MADV_DOFORK)
 
 
 def _is_capturing() -> bool:

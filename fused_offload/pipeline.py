@@ -54,6 +54,7 @@ import torch
 
 from .config import OffloadConfig
 from .device_plan import DevicePlan, ring_need
+from .forks import keep_in_children
 from .kernels import adam
 from .kernels.adam import AmpSignals, LaunchKind
 from .kernels.reference import AdamScalars, AdamState
@@ -121,6 +122,7 @@ class Pipeline:
         self._prefetch_began: torch.cuda.Event | None = None
         self._prefetch_ended: torch.cuda.Event | None = None
         self._prefetch_seconds: float | None = None
+        keep_in_children(self)
 
     @property
     def window(self) -> tuple[WindowBlock, ...]:

@@ -176,6 +176,11 @@ class Extent:
         with torch.inference_mode(False):
             return self.place.stored(key, _with_own_storage(self._memory, start, stop))
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether its host memory is page-locked now."""
+        return self.slab is not None and self.slab.pinned
+
     def is_moved(self) -> bool:
         """Whether some array's torch storage was moved as a whole."""
         base = self._memory.data_ptr()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -65,6 +66,7 @@ class StateStore:
         self._hooks = hooks
         self._forms_of = forms_of
         self._reserved: dict[int, _Place] = {}
+        self._process = os.getpid()
         self._warned_unpinned = False
         self._views: list[torch.Tensor] = []
         self._view_addresses = addresses_of([])
@@ -74,6 +76,15 @@ class StateStore:
         found = {id(entry.extent): entry.extent for entry in self.state.values() if entry.extent is not None}
         found |= {id(place.extent): place.extent for place in self._reserved.values()}
         return list(found.values())
+
+    def check_process(self) -> None:
+        """Raises RuntimeError in a forked child, where reading page-locked state would end the process."""
+        if os.getpid() != self._process and any(extent.is_pinned for extent in self.extents()):
+            raise RuntimeError(
+                "This process was forked from the one that trains, and page-locked optimizer state is not inherited. "
+                "Copy what the child needs before the fork (copy.deepcopy(optimizer.state_dict())), or start the child "
+                "with the spawn method."
+            )
 
     def planned(self, known: Sequence[torch.Tensor]) -> list[tuple[Layout, int]]:
         """Layout and elements of every extent, once all known parameters have their storage.
