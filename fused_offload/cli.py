@@ -78,9 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser, commands = _build_parser()
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
-        commands[options.command].error(
-            f"unrecognized arguments: {' '.join(text if text.isprintable() else repr(text) for text in unknown)}"
-        )
+        commands[options.command].error(f"unrecognized arguments: {' '.join(map(quantities.printable, unknown))}")
     try:
         code = _run(options)
         sys.stdout.flush()

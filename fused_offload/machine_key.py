@@ -13,6 +13,7 @@ from pathlib import Path
 
 from . import cuda_driver, numa
 from .hostmem import kernel_text
+from .quantities import printable
 
 _PACKAGES = ("fused-offload", "torch", "triton")
 _CPUINFO = Path("/proc/cpuinfo")
@@ -52,9 +53,9 @@ def read_key(index: int, sysfs: Path = numa.SYSFS) -> MachineKey:
         RuntimeError: if there is no such device, or no driver.
     """
     return MachineKey(
-        gpu=cuda_driver.device_name(index),
-        link=_read_link(cuda_driver.pci_bus_id(index), sysfs),
-        host=f"{_cpu_name()}, {os.cpu_count()} CPUs, {max(1, len(numa.node_folders(sysfs)))} NUMA nodes",
+        gpu=printable(cuda_driver.device_name(index)),
+        link=printable(_read_link(cuda_driver.pci_bus_id(index), sysfs)),
+        host=f"{printable(_cpu_name())}, {os.cpu_count()} CPUs, {max(1, len(numa.node_folders(sysfs)))} NUMA nodes",
         versions={
             **{name: version_of(name) or "none" for name in _PACKAGES},
             "CUDA driver": cuda_driver.driver_version(),

@@ -9,7 +9,8 @@ import json
 import logging
 import math
 import os
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,14 +18,21 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .config import MIB
 from .machine_key import MachineKey, read_key
+from .quantities import printable
 
 FOLDER_VARIABLE = "FUSED_OFFLOAD_PROFILES"
 """Environment variable that names the folder of profiles; an empty folder means none."""
 
 _FORMAT = 2
 """Counts up with what is in a profile, and with how `fused-offload tune` finds it."""
-_MOST_DEPTH, _MOST_BYTES, _LEAST_MS, _LEAST_GBPS = 1024, 2**50, 1e-6, 1e-3  # beyond is no measurement
+_MOST_BYTES, _LEAST_MS, _LEAST_GBPS = 2**50, 1e-6, 1e-3  # beyond is no measurement
+_MOST_FILE_BYTES = MIB
+
+CHOICES = {"chunk_bytes": (4 * MIB, 64 * MIB), "depth": (2, 4), "programs": (16, 128)}
+"""Least and most of what `fused-offload tune` chooses from; a profile with other values is refused."""
+
 _logger = logging.getLogger("fused_offload")
 
 
@@ -168,6 +176,9 @@ def folder() -> Path:
 def save(profile: Profile, where: Path | None = None) -> Path:
     """Writes a profile over the one of the same kind of machine.
 
+    In a folder that was named everybody may read it: other users may train with the same folder. In this user's own
+    data folder the umask decides.
+
     Args:
         profile: the profile.
         where: folder; this user's if None.
@@ -175,20 +186,27 @@ def save(profile: Profile, where: Path | None = None) -> Path:
     Returns:
         The file.
     """
+    is_named = where is not None or bool(os.environ.get(FOLDER_VARIABLE))
     path = (where or folder()) / profile.key.file_name
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {"format": _FORMAT, **as_json(profile)}
     # Processes of a job may read while this one writes.
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+    temporary = path.with_name(f"{secrets.token_hex(8)}.tmp")
+    with open(temporary, "x", encoding="utf-8", opener=_open_new) as file:
         try:
+            if is_named:
+                os.fchmod(file.fileno(), 0o644)  # by the open file: in a shared folder names may change their meaning
             file.write(json.dumps(record, indent=2) + "\n")
             file.flush()
-            os.chmod(file.name, 0o644)  # other users may train with the same folder
-            os.replace(file.name, path)
+            os.replace(temporary, path)
         except BaseException:
-            os.unlink(file.name)
+            temporary.unlink(missing_ok=True)
             raise
     return path
+
+
+def _open_new(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
 
 
 def load(path: Path) -> Profile:
@@ -198,7 +216,7 @@ def load(path: Path) -> Profile:
         ValueError: if it is none, or damaged.
     """
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(_read(path))
         if record["format"] != _FORMAT:
             raise ValueError(f"its format is {record['format']!r}, not {_FORMAT}")
         profile = Profile(
@@ -211,8 +229,44 @@ def load(path: Path) -> Profile:
         )
         _check(profile)
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{path} is no profile of this release: {error}") from error
+        raise ValueError(f"{shown(path)} is no profile of this release: {_reason(error)}") from error
     return profile
+
+
+def _reason(error: Exception) -> str:
+    """What an error says, without the path that it may name."""
+    return printable((isinstance(error, OSError) and error.strerror) or str(error))
+
+
+def _read(path: Path) -> str:
+    """Text of a file in a folder that others may write to.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: for a pipe or device, too large a file, and one of a user who is trusted with nothing.
+    """
+    with open(path, "rb", opener=_open_without_waiting) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        if status.st_uid not in (0, os.geteuid(), path.parent.stat().st_uid):
+            raise ValueError("it belongs to another user, who owns neither this folder nor the machine")
+        content = file.read(_MOST_FILE_BYTES + 1)
+    if len(content) > _MOST_FILE_BYTES:
+        raise ValueError("it is larger than 1 MiB")
+    return content.decode()
+
+
+def _open_without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
+
+
+def shown(path: Path) -> str:
+    """A path for messages, logs and results: the home folder, which has the user's name in it, as ``~``."""
+    home = os.path.expanduser("~")
+    if os.path.isabs(home) and home != "/" and path.is_relative_to(home):
+        path = Path("~") / path.relative_to(home)
+    return printable(str(path))
 
 
 def _check(profile: Profile) -> None:
@@ -221,6 +275,9 @@ def _check(profile: Profile) -> None:
         raise ValueError("its versions are not given by name")
     if not all(isinstance(text, str) for text in (key.gpu, key.link, key.host, *key.versions.values())):
         raise ValueError("its key is not made of texts")
+    texts = (key.gpu, key.link, key.host, *key.versions, *key.versions.values(), profile.measured)
+    if not all(text.isprintable() for text in (*texts, *(str(choice.why) for choice in profile.choices))):
+        raise ValueError("its texts are not printable")
     if not _is_above_0(profile.duplex_gbps) or profile.duplex_gbps < _LEAST_GBPS:
         raise ValueError(f"duplex_gbps is not a number of at least {_LEAST_GBPS:g}")
     if not profile.choices or min(len(profile.timings), len(profile.narrow_timings)) < 2:
@@ -229,8 +286,10 @@ def _check(profile: Profile) -> None:
         counts = (choice.state_bytes, choice.chunk_bytes, choice.depth, choice.programs)
         if any(type(count) is not int or not 1 <= count < 2**63 for count in counts):
             raise ValueError("a choice is not made of whole numbers of at least 1 and below 2^63")
-        if choice.depth > _MOST_DEPTH:
-            raise ValueError(f"a choice has a depth of {choice.depth}")
+        for name, (least, most) in CHOICES.items():
+            value = getattr(choice, name)
+            if not least <= value <= most:
+                raise ValueError(f"a choice has {name} {value}, fused-offload tune takes {least} to {most}")
         if choice.transport not in ("copy", "zero_copy"):
             raise ValueError(f"transport {choice.transport!r} is unknown")
         if not _is_above_0(choice.ms) or not isinstance(choice.why, str):
@@ -271,7 +330,7 @@ def find(key: MachineKey, where: Path | None = None) -> Found:
     except ValueError as error:
         return Found(None, f"ignored: {error}", is_outdated=True)
     if profile.key.file_name != key.file_name:
-        return Found(None, f"ignored: {path} is of {'; '.join(_different(profile.key, key))}", is_outdated=True)
+        return Found(None, f"ignored: {shown(path)} is of {'; '.join(_different(profile.key, key))}", is_outdated=True)
     if profile.key != key:
         made_with, now = profile.key.versions, key.versions
         changed = [
@@ -280,7 +339,7 @@ def find(key: MachineKey, where: Path | None = None) -> Found:
             if made_with.get(name) != now.get(name)
         ]
         return Found(None, f"ignored: made with {'; '.join(changed)}", is_outdated=True)
-    return Found(profile, f"of {profile.measured}, {path}")
+    return Found(profile, f"of {profile.measured}, {shown(path)}")
 
 
 def _differences(key: MachineKey, others: Iterable[Path]) -> str:
@@ -293,7 +352,7 @@ def _differences(key: MachineKey, others: Iterable[Path]) -> str:
             continue
         different = _different(other, key)
         if not different:
-            return f"there is one, but it is called {path.name}, not {key.file_name}"
+            return f"there is one, but it is called {printable(path.name)}, not {key.file_name}"
         if best is None or len(different) < len(best):
             best = different
     return "what there is cannot be read" if best is None else f"there is one of {'; '.join(best)}"
@@ -313,7 +372,7 @@ def of_device(index: int) -> Found:
     try:
         found = find(read_key(index))
     except (OSError, RuntimeError, ImportError, ValueError) as error:  # the last for a bus id that is no number
-        found = Found(None, f"none: {error}")
+        found = Found(None, f"none: {_reason(error)}")
     level = logging.WARNING if found.is_outdated else logging.INFO
     advice = " (fused-offload tune makes a new one)" if found.is_outdated else ""
     _logger.log(level, "Profile for cuda:%d: %s%s", index, found.reason, advice)

@@ -1,6 +1,6 @@
 """Numbers and sizes as people write them on command lines and in environment variables.
 
-Every function takes what was written and returns its value; all of them are fit for ``type`` of argparse's arguments.
+All but `printable` take what was written and return its value; they are fit for ``type`` of argparse's arguments.
 
 Raises:
     argparse.ArgumentTypeError: says what would be right.
@@ -25,6 +25,11 @@ _BYTES |= {unit.removesuffix("b"): factor for unit, factor in _BYTES.items() if 
 _GB = _BYTES | {"": 10**9}
 _MOST_GB = 1e6
 """No machine has more; who asks for it gave bytes."""
+
+
+def printable(text: str) -> str:
+    """A text for one line of a terminal or a log: what would move the cursor or end the line is escaped."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def index(text: str) -> int:

@@ -25,6 +25,7 @@ from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, MIB
 from fused_offload.machine_key import MachineKey
 from fused_offload.profiles import Choice, Found, Profile, Timing
 from fused_offload.streaming import Streaming, streaming_of
+from fused_offload.tuning import choose
 
 KEY = MachineKey("NVIDIA H100 80GB HBM3", "32.0 GT/s PCIe x16", "Xeon, 16 CPUs, 1 NUMA nodes", {"torch": "2.11"})
 SMALL = Choice(240_000_000, "zero_copy", 8 * MIB, 3, 32, 7.0, "because")
@@ -117,7 +118,16 @@ def test_a_profile_by_another_name(tmp_path: Path) -> None:
         (lambda record: record["choices"][0].update(state_bytes=10**400), "below 2^63"),
         (lambda record: record["choices"][0].update(ms=float("nan")), "lacks its time"),
         (lambda record: record["choices"][0].update(why=None), "its reason"),
-        (lambda record: record["choices"][0].update(depth=2**62), "depth of"),
+        (lambda record: record["choices"][0].update(depth=2**62), "a choice has depth"),
+        (lambda record: record["choices"][0].update(chunk_bytes=1), "a choice has chunk_bytes 1, fused-offload tune"),
+        (lambda record: record["choices"][0].update(why="\x1b[2Jgone"), "not printable"),
+        (lambda record: record["key"].update(gpu="H100\nok"), "not printable"),
+        (lambda record: record["key"]["versions"].update({"\x1b": "1"}), "not printable"),
+        (lambda record: record.update(measured="\x9b31m"), "not printable"),
+        (lambda record: record["choices"][0].update({"\x1b[2J": 1}), r"argument '\x1b[2J'"),
+        (lambda record: record["timings"][1].update(state_bytes=240_000_000), "ascending"),
+        (lambda record: record["narrow_timings"][1].update(state_bytes=120_000_000), "ascending"),
+        (lambda record: record["narrow_timings"][1].update(state_bytes=3_000_000_000), "fewer bytes a parameter"),
         (lambda record: record["timings"][0].update(ms=5e-324), "of no time"),
         (lambda record: record["timings"][1].update(state_bytes=2**62), "more than there is"),
         (lambda record: record["timings"][1].update(state_bytes=3e9 + 0.5), "numbers above 0"),
@@ -148,6 +158,166 @@ def test_a_damaged_profile_is_ignored(tmp_path: Path, damage: Any, words: str) -
         assert "no profile of this release" in profiles.find(KEY, tmp_path).reason
 
 
+@pytest.mark.parametrize(
+    ("change", "below", "least", "most", "above"),
+    [
+        (
+            lambda record, value, name=name: record["choices"][0].update({name: value}),
+            *(least - 1, least, most, most + 1),
+        )
+        for name, (least, most) in profiles.CHOICES.items()
+    ]
+    + [
+        (lambda record, value: record.update(duplex_gbps=value), 9e-4, 1e-3, 2**63 - 1, 2**63),
+        (
+            lambda record, value: record["timings"][1].update(state_bytes=value),
+            240_000_000,
+            3 * 10**9,
+            2**50 - 1,
+            2**50,
+        ),
+        (lambda record, value: record["timings"][0].update(ms=value), 9e-7, 1e-6, 2**63 - 1, 2**63),
+    ],
+    ids=[*profiles.CHOICES, "link", "size", "time"],
+)
+def test_bounds_of_a_profile(change: Any, below: Any, least: Any, most: Any, above: Any, tmp_path: Path) -> None:
+    path = profiles.save(PROFILE, tmp_path)
+    for value, is_taken in ((below, False), (least, True), (most, True), (above, False)):
+        record = {"format": 2, **profiles.as_json(PROFILE)}
+        change(record, value)
+        path.write_text(json.dumps(record))
+        assert (profiles.find(KEY, tmp_path).profile is not None) == is_taken, value
+
+
+def test_whatever_tune_tries_is_within_the_bounds() -> None:
+    tried = {
+        "chunk_bytes": [mib * MIB for mib in choose.CHUNK_MIB],
+        "depth": choose.DEPTHS,
+        "programs": choose.PROGRAMS,
+    }
+    assert {name: (min(values), max(values)) for name, values in tried.items()} == profiles.CHOICES
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (os.mkfifo, "no regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "no regular file"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.symlink_to(path.name), "symbolic links"),
+        (lambda path: path.write_bytes(b" " * (MIB + 1)), "larger than 1 MiB"),
+        (lambda path: path.write_bytes(b"\xff"), "can't decode"),
+    ],
+    ids=["a pipe", "a device", "a folder", "a link to itself", "large", "no text"],
+)
+def test_what_is_no_file_is_neither_waited_for_nor_read(make: Any, words: str, tmp_path: Path) -> None:
+    make(tmp_path / "mine.json")
+    with pytest.raises(ValueError, match=words):
+        profiles.load(tmp_path / "mine.json")
+    assert profiles.find(KEY, tmp_path).reason.endswith("what there is cannot be read")
+
+
+@pytest.mark.parametrize(("folder", "file", "is_taken"), [(0, 0, True), (1, 1, True), (1, 0, False), (0, 1, True)])
+def test_a_profile_of_another_user_is_not_trusted(
+    folder: int, file: int, is_taken: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But one in a folder of theirs, which was named, and one of root's."""
+    me, owners = 4_242, {0: 1_717, 1: 4_242}
+    path = profiles.save(PROFILE, tmp_path)
+    real_stat, real_fstat = os.stat, os.fstat
+
+    def owned(status: os.stat_result, owner: int) -> os.stat_result:
+        return os.stat_result([*status[:4], owner, *status[5:]])
+
+    monkeypatch.setattr(os, "geteuid", lambda: me)
+    monkeypatch.setattr(os, "fstat", lambda number: owned(real_fstat(number), owners[file]))
+    monkeypatch.setattr(
+        Path, "stat", lambda self, **how: owned(real_stat(self, **how), owners[folder] if self == tmp_path else me)
+    )
+    found = profiles.find(KEY, tmp_path)
+    monkeypatch.undo()
+    assert (found.profile is not None) == is_taken
+    assert is_taken or "belongs to another user" in found.reason
+    assert path.exists()
+
+
+@pytest.mark.parametrize(("mask", "is_named", "mode"), [(0o077, False, 0o600), (0, False, 0o644), (0o077, True, 0o644)])
+def test_who_may_read_a_profile(
+    mask: int, is_named: bool, mode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("platformdirs")
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    monkeypatch.setenv(profiles.FOLDER_VARIABLE, str(tmp_path) if is_named else "")
+    before = os.umask(mask)
+    try:
+        path = profiles.save(PROFILE)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == mode
+
+
+@pytest.mark.parametrize("when", ["open", "replace"])
+def test_a_link_in_place_of_the_new_profile_changes_no_other_file(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another user of a shared folder could put it there at any time."""
+    other = tmp_path / "other"
+    other.write_text("secret")
+    other.chmod(0o600)
+    shared = tmp_path / "shared"
+    original = getattr(os, when)
+
+    def swap(*arguments: Any) -> Any:
+        if when == "open":
+            result = original(*arguments)
+        for new in shared.glob("*.tmp"):
+            new.unlink()
+            new.symlink_to(other)
+        return result if when == "open" else original(*arguments)
+
+    monkeypatch.setattr(os, when, swap)
+    profiles.save(PROFILE, shared)
+    assert other.read_text() == "secret"
+    assert other.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_profile_is_not_written_through_a_link_that_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.write_text("secret")
+    monkeypatch.setattr(profiles.secrets, "token_hex", lambda size: "known")
+    (tmp_path / "known.tmp").symlink_to(other)
+    with pytest.raises(FileExistsError):
+        profiles.save(PROFILE, tmp_path)
+    assert other.read_text() == "secret"
+
+
+def test_the_users_name_is_in_no_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    where = tmp_path / "profiles"
+    path = profiles.save(PROFILE, where)
+    shown = f"~/profiles/{path.name}"
+    assert profiles.find(KEY, where).reason.endswith(shown)
+    path.write_text("{")
+    assert f"ignored: {shown} is no profile" in profiles.find(KEY, where).reason
+    path.unlink()
+    path.symlink_to(path.name)
+    with pytest.raises(ValueError, match=re.escape(shown)) as refused:
+        profiles.load(path)
+    assert str(tmp_path) not in str(refused.value)
+    for home, given, words in (
+        ("/", "/profiles/a", "/profiles/a"),
+        ("/home/u", "/home/user/a", "/home/user/a"),
+        ("relative", "relative/a", "relative/a"),
+        ("/home/u", "/home/u", "~"),
+    ):
+        monkeypatch.setenv("HOME", home)
+        assert profiles.shown(Path(given)) == words
+
+
 def test_the_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_driver, "device_name", lambda index: f"GPU {index}")
     monkeypatch.setattr(cuda_driver, "pci_bus_id", lambda index: "0000:3B:00.0")
@@ -159,6 +329,8 @@ def test_the_key_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (device / "current_link_width").write_text("8\n")
     key = machine_key.read_key(1, tmp_path)
     assert (key.gpu, key.link) == ("GPU 1", "32.0 GT/s PCIe x8")
+    monkeypatch.setattr(cuda_driver, "device_name", lambda index: "GPU\x1b[2J")
+    assert machine_key.read_key(1, tmp_path).gpu == r"GPU\x1b[2J"
     assert key.host.endswith("1 NUMA nodes")
     assert key.versions["CUDA driver"] == "13.0"
     assert key.versions["torch"] != "none"

@@ -139,8 +139,8 @@ def _check_folder(path: Path, file_name: str) -> None:
             raise PermissionError(errno.EPERM, f"{file_name} is another user's, and the folder is sticky")
     except OSError as error:
         raise ValueError(
-            f"profiles cannot be kept in {path} ({error.strerror}): set {profiles.FOLDER_VARIABLE} to another folder, "
-            "or add --no-save"
+            f"profiles cannot be kept in {profiles.shown(path)} ({error.strerror}): set {profiles.FOLDER_VARIABLE} to "
+            "another folder, or add --no-save"
         ) from error
 
 
@@ -182,7 +182,7 @@ def as_json(tuning: Tuning, path: Any = None) -> dict[str, Any]:
     """Everything that was measured, as `json.dumps` takes it."""
     return {
         "profile": profiles.as_json(tuning.profile),
-        "saved_as": None if path is None else str(path),
+        "saved_as": None if path is None else profiles.shown(path),
         "seconds": tuning.seconds,
         "link": [rate._asdict() for rate in tuning.link],
         "kernel_ms": tuning.kernel_ms,
@@ -222,7 +222,11 @@ def show(tuning: Tuning, path: Any = None) -> None:
             highlight=False,
             soft_wrap=True,
         )
-    kept = "No profile was kept." if path is None else f'Kept as {path}; OffloadConfig\'s "auto" takes it from now on.'
+    kept = (
+        "No profile was kept."
+        if path is None
+        else f'Kept as {profiles.shown(path)}; OffloadConfig\'s "auto" takes it from now on.'
+    )
     console.print(f"{kept} {tuning.seconds:.0f} s.", highlight=False, markup=False, soft_wrap=True)
 
 
