@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from .hooks import WeakHook
+
+if TYPE_CHECKING:
+    from .queues import CurrentStreams
 
 _ASSUMED_BYTES_PER_S = 40e9  # until a prefetch was timed
 _MARGIN = 1.25  # of the time that the copies need: beside forward and backward they are slower than alone
@@ -43,6 +47,9 @@ class Prefetching(Protocol):
 
     def window_bytes(self) -> int:
         """GPU bytes of state that is on the GPU or on its way there."""
+
+    def _current_streams(self) -> CurrentStreams:
+        """The current streams of the devices in use."""
 
 
 def check_attachment(models: Sequence[Any], microbatches: Any) -> None:
@@ -108,6 +115,7 @@ class Attachment:
         self._peak_bytes = 0
         self._room = WindowRoom()
         self._warned = False
+        self._forward_streams: CurrentStreams | None = None
         self._handles = [optimizer.register_step_post_hook(self._stepped)]
         begins, is_ready = WeakHook(self._forward_begins), WeakHook(self._grad_is_ready)
         self._handles += [model.register_forward_pre_hook(begins) for model in models]
@@ -138,13 +146,25 @@ class Attachment:
         if self._given and self._seen >= self._microbatches:
             self.begin_iteration()  # no step came: it was skipped
         self._seen += 1
+        self._forward_streams = optimizer._current_streams()
         if self._seen == 1:
             now = time.perf_counter()
             if self._began is not None:
                 self._iteration_seconds = now - self._began
             self._began = now
         if self.budget_bytes is None and self._seen > self._microbatches - self._lead(optimizer):
-            optimizer.prefetch()
+            self.prefetch()
+
+    def prefetch(self) -> None:
+        """Starts or continues the prefetch, with memory from the streams of the last forward pass.
+
+        Activations return to the memory of these streams. Hooks of gradients may run under others: FSDP calls them
+        under the one that reduces gradients.
+        """
+        optimizer, streams = self._optimizer, self._forward_streams
+        if optimizer is not None:
+            with contextlib.nullcontext() if streams is None else streams.again():
+                optimizer.prefetch()
 
     def begin_iteration(self) -> None:
         """Forgets the microbatches of an iteration that ends without a step, and what was prefetched for it."""
@@ -168,7 +188,7 @@ class Attachment:
         if self._steps > 1 and self._seen >= self._microbatches:
             room = self._peak_bytes - optimizer.allocated_bytes()
             self.budget_bytes = min(room, self._room.limit_bytes - optimizer.window_bytes())
-            optimizer.prefetch()
+            self.prefetch()
             self._room.used_bytes = optimizer.window_bytes()
 
     def _stepped(self, *_: Any) -> None:

@@ -22,6 +22,7 @@ from .window import WindowBlock
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
+    from .queues import CurrentStreams
 
 _CPU = torch.device("cpu")
 
@@ -120,6 +121,12 @@ class Engine:
         from .queues import CudaOps
 
         return CudaOps(self._pipeline(device).queues).compute.cuda_stream
+
+    def current_streams(self) -> CurrentStreams:
+        """The current streams of the devices in use."""
+        from .queues import CurrentStreams
+
+        return CurrentStreams(self.pipelines)
 
     def in_parts(self, open_: bool) -> None:
         """Says that plans which are run from now on share no state, or that they may again.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,9 @@ from .stepper import StepModes, Stepper
 from .store import StateStore
 from .tensors import is_frozen
 from .updates import check_params
+
+if TYPE_CHECKING:
+    from .queues import CurrentStreams
 
 
 def _shown_without_kwargs(function: Any) -> Any:
@@ -486,6 +489,9 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
     def _compute_queue(self, device: torch.device) -> Hashable:
         return self._stepper.engine.compute_queue(device)
+
+    def _current_streams(self) -> CurrentStreams:
+        return self._stepper.engine.current_streams()
 
     def _make_state(self) -> None:
         """Gives every parameter its storage, as a step would, without one."""

@@ -24,9 +24,10 @@ what they wrote.
 [Note: window last] Blocks of the window are written back behind all streamed chunks. Their copies have a whole forward
 pass to hide under; in front of the streamed chunks' they would hold up slots, and with them the step.
 
-[Note: window memory] A block's memory is allocated on the caller's stream, the only pool that activations return to, so
-the H2D stream waits for what that stream did before. It is dropped as soon as its write-back is enqueued, and is marked
-as used by the copy streams: the allocator hands it out again when they are done with it.
+[Note: window memory] A block's memory is allocated on the current stream, which has to be that of the forward pass: the
+only pool that activations return to. So the H2D stream waits for what that stream did before. The memory is dropped as
+soon as its write-back is enqueued, and is marked as used by the copy streams: the allocator hands it out again when
+they are done with it.
 
 [Note: host readers synchronise] ``state``, ``state_dict``, ``load_state_dict`` and ``get_unscaled_state`` call
 `Pipeline.wait` before they touch a slab.

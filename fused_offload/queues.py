@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -60,6 +61,22 @@ class DeviceQueues:
         with self.ring.lock:
             torch.cuda.synchronize(self.device)  # [Note: lifetime]
             self.ring.release()
+
+
+class CurrentStreams:
+    """The current stream of each device, to be current again in code that runs under others."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        """Remembers the streams of some CUDA devices."""
+        self._streams = [torch.cuda.current_stream(device) for device in devices]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Makes them current."""
+        with contextlib.ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
 
 
 class CudaOps:

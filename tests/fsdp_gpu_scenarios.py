@@ -5,6 +5,7 @@ Without GPUs they run on the CPU and gloo, which is good for nothing but finding
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import warnings
@@ -29,7 +30,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, in_backward
+from fused_offload import FusedOffloadAdam, OffloadConfig, in_backward, pipeline, stepper
+from fused_offload.window import blocks_of
 
 FOLDER = Path()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,10 +66,12 @@ def build(offload: OffloadConfig, forms: str = "remainders", **options: Any) -> 
     return model, FusedOffloadAdam(model.parameters(), lr=1e-3, weight_decay=0.1, offload=offload, **FORMS[forms])
 
 
-def train(model: Any, optimizer: FusedOffloadAdam, steps: Iterable[int], clip: float | None = 1.0) -> None:
+def train(
+    model: Any, optimizer: FusedOffloadAdam, steps: Iterable[int], clip: float | None = 1.0, batch: int = 4
+) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
-        tokens = torch.randint(TOKENS, (4, 65), generator=generator).to(DEVICE)
+        tokens = torch.randint(TOKENS, (batch, 65), generator=generator).to(DEVICE)
         logits = model(tokens[:, :-1]).float()
         torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
         if clip is not None:
@@ -151,6 +155,38 @@ def steps_in_backward() -> None:
         train(model, optimizer, range(STEPS), clip=None)
         runs += [model, optimizer]
     same_training(*runs)
+
+
+@scenario
+def window_memory_comes_from_the_stream_of_the_forward_pass() -> None:
+    allocated: list[int] = []
+    window_memory = pipeline.Pipeline._window_memory
+
+    def spy(self: pipeline.Pipeline, nbytes: int) -> torch.Tensor | None:
+        allocated.append(torch.cuda.current_stream().cuda_stream)
+        return window_memory(self, nbytes)
+
+    runs = []
+    hooks: set[int] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stepper, "blocks_of", functools.partial(blocks_of, block_bytes=2**20))
+        patch.setattr(pipeline.Pipeline, "_window_memory", spy)
+        for offload in (OffloadConfig(chunk_bytes=2**20, window_bytes="auto"), RESIDENT):
+            model, optimizer = build(offload)
+            if offload.window_bytes:
+                optimizer.attach(model)
+            if DEVICE == "cuda":
+                model.embed.weight.register_post_accumulate_grad_hook(
+                    lambda _: hooks.add(torch.cuda.current_stream().cuda_stream)
+                )
+            train(model, optimizer, range(5), batch=64)
+            runs += [model, optimizer]
+    same_training(*runs)
+    if DEVICE == "cuda":
+        ours = torch.cuda.current_stream().cuda_stream
+        assert ours not in hooks  # else this would show nothing
+        assert len(allocated) > 3
+        assert set(allocated) == {ours}
 
 
 @scenario

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
 import warnings
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +16,8 @@ import torch
 
 from fused_offload import FusedOffloadAdam, OffloadConfig, attach
 from fused_offload.attach import Attachment
+from fused_offload.engine import Engine
+from fused_offload.queues import CurrentStreams
 
 
 class FakeOptimizer:
@@ -22,6 +26,7 @@ class FakeOptimizer:
         self.copy_s, self.allocated, self.retries, self.window = 0.5, 1000, 0, 0
         self.attachment: Attachment | None = None
         self.hooks: list[Any] = []
+        self.engine = Engine(OffloadConfig())
 
     def prefetch(self) -> None:
         assert self.attachment is not None
@@ -43,6 +48,9 @@ class FakeOptimizer:
 
     def window_bytes(self) -> int:
         return self.window
+
+    def _current_streams(self) -> CurrentStreams:
+        return self.engine.current_streams()
 
     def register_step_post_hook(self, hook: Any) -> Any:
         self.hooks.append(hook)
@@ -323,3 +331,48 @@ def test_on_the_cpu_it_changes_nothing(window: Any) -> None:
 def test_window_bytes_are_checked(window: Any) -> None:
     with pytest.raises(ValueError, match="window_bytes"):
         OffloadConfig(window_bytes=window)
+
+
+# -- streams ---------------------------------------------------------------------------------------------------------
+
+
+class Streams:
+    """Names of streams instead of streams: the current one is what ``torch.cuda.stream`` made it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.current = "default"
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.use)
+
+    @contextlib.contextmanager
+    def use(self, stream: str) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+@pytest.mark.parametrize("window", [1, "auto"])
+@pytest.mark.parametrize("forward", ["default", "side"])
+@pytest.mark.parametrize("hooks", ["default", "side", "reduce"])
+def test_window_memory_comes_from_the_stream_of_the_forward_pass(
+    monkeypatch: pytest.MonkeyPatch, window: int | str, forward: str, hooks: str
+) -> None:
+    """FSDP runs gradient hooks under its reduce stream, whose memory activations never return to."""
+    streams = Streams(monkeypatch)
+    loop = Loop(monkeypatch, window=window)
+    optimizer = loop.optimizer
+    assert optimizer.attachment is not None
+    optimizer.engine.pipelines[torch.device("cuda", 0)] = None  # type: ignore[assignment]
+    used: list[str] = []
+    monkeypatch.setattr(optimizer, "prefetch", lambda: used.append(streams.current))
+    for _ in range(4):
+        with streams.use(forward):
+            output = loop.model(torch.ones(1, 4))
+        with streams.use(hooks):
+            output.sum().backward()
+            if window == 1:
+                optimizer.attachment.prefetch()  # as Megatron's reduction of gradients does
+            assert streams.current == hooks
+        loop.now += 1.0
+        optimizer.step()
+    assert set(used) == {forward}

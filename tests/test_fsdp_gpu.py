@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import fsdp_gpu_scenarios
 import pytest
 import torch
@@ -35,6 +37,16 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], str]:
 @pytest.mark.parametrize("name", fsdp_gpu_scenarios.SCENARIOS)
 def test_scenario(finished: tuple[set[str], str], name: str) -> None:
     passed, output = finished
+    assert name in passed, output
+
+
+@pytest.mark.gpu
+def test_window_memory_comes_from_the_stream_of_the_forward_pass_on_one_gpu(tmp_path: Path) -> None:
+    name = "window_memory_comes_from_the_stream_of_the_forward_pass"
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    passed, output = run_ranks(
+        fsdp_gpu_scenarios.__file__, 1, tmp_path, [name], limit_s=LIMIT_S, environment=environment
+    )
     assert name in passed, output
 
 

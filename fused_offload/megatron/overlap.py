@@ -54,7 +54,7 @@ class Overlap:
         def prefetch_first(*args: Any, **kwargs: Any) -> Any:
             inner = self._inner()
             if inner is not None and inner.is_attached and self._attachment.budget_bytes is None and is_last():
-                inner.prefetch()
+                self._attachment.prefetch()
             return method(*args, **kwargs)
 
         setattr(prefetch_first, _OWNER, self._inner)
