@@ -229,9 +229,10 @@ def _add_plan(commands: Any) -> None:
     offload.add_argument(
         "--chunk-bytes",
         type=quantities.chunk_bytes,
+        default="auto",
         metavar="BYTES",
-        help="such as 24MiB; default: what tune chose on this machine (not with --link-gbps), or a sixteenth of the "
-        f"state, from {LEAST_DEFAULT_CHUNK_BYTES // MIB}MiB to {DEFAULT_CHUNK_BYTES // MIB}MiB",
+        help="such as 24MiB, or auto, the default: what tune chose on this machine (not with --link-gbps), or a "
+        f"sixteenth of the state, from {LEAST_DEFAULT_CHUNK_BYTES // MIB}MiB to {DEFAULT_CHUNK_BYTES // MIB}MiB",
     )
     offload.add_argument(
         "--depth",

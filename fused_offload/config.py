@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import warnings
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Literal
+from typing import Any, Literal
+
+from . import quantities
 
 MIB = 2**20
 
@@ -27,7 +30,8 @@ PCIe 5 x16, two sweeps)."""
 class OffloadConfig:
     """Knobs of the offload. Every combination gives bitwise the same training.
 
-    ``"auto"`` takes what ``fused-offload tune`` found on this machine, where it was run, and else a default.
+    ``"auto"`` takes what ``fused-offload tune`` found on this machine, where it was run, and else a default. Sizes are
+    numbers of bytes, or texts such as ``"48MiB"`` and ``"8GiB"``, which become numbers.
 
     Attributes:
         fraction: share of the state bytes that lives in host memory, in [0, 1]. In group order, whole parameters are
@@ -54,26 +58,29 @@ class OffloadConfig:
     """
 
     fraction: float = 1.0
-    chunk_bytes: int | Literal["auto"] = "auto"
+    chunk_bytes: int | str = "auto"
     depth: int | Literal["auto"] = "auto"
     transport: Literal["auto", "copy", "zero_copy"] = "auto"
     zero_copy_programs: int | Literal["auto"] = "auto"
-    window_bytes: int | Literal["auto"] = 0
+    window_bytes: int | str = 0
     graph: bool = False
     pin: bool = True
 
     def __post_init__(self) -> None:
         if isinstance(self.fraction, bool) or not isinstance(self.fraction, Real) or not 0.0 <= self.fraction <= 1.0:
-            raise ValueError(f"Invalid fraction: {self.fraction!r}, it should be a number in [0, 1]")
-        for name, least in (("chunk_bytes", 1), ("depth", 1), ("zero_copy_programs", 1), ("window_bytes", 0)):
-            value = getattr(self, name)
-            if value != "auto" and (isinstance(value, bool) or not isinstance(value, Integral) or value < least):
-                wanted = f"an integer of at least {least}, or 'auto'"
-                hint = ": 8 * 2**20 is 8 MiB" if isinstance(value, str) and name.endswith("_bytes") else ""
-                raise ValueError(f"Invalid {name}: {value!r}, it should be {wanted}{hint}")
+            raise ValueError(f"Invalid fraction: {self.fraction!r}, it should be a number from 0 to 1, such as 0.5")
+        plain: dict[str, Any] = {
+            "fraction": float(self.fraction),
+            "chunk_bytes": _size("chunk_bytes", self.chunk_bytes, 1),
+            "depth": _count("depth", self.depth),
+            "zero_copy_programs": _count("zero_copy_programs", self.zero_copy_programs),
+            "window_bytes": _size("window_bytes", self.window_bytes, 0),
+        }
+        for name, value in plain.items():
+            object.__setattr__(self, name, value)  # of NumPy's numbers arithmetic overflows
         for name in ("graph", "pin"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"Invalid {name}: {getattr(self, name)!r}, it should be a bool")
+                raise TypeError(f"Invalid {name}: {getattr(self, name)!r}, it should be True or False")
         if self.graph:
             object.__setattr__(self, "graph", False)  # copies of this configuration need no further warning
             warnings.warn(
@@ -82,7 +89,7 @@ class OffloadConfig:
                 DeprecationWarning,
                 stacklevel=3,
             )
-        if self.transport not in ("auto", "copy", "zero_copy"):
+        if not isinstance(self.transport, str) or self.transport not in ("auto", "copy", "zero_copy"):
             raise ValueError(f"Invalid transport: {self.transport!r}, it should be 'auto', 'copy' or 'zero_copy'")
         if self.transport == "zero_copy":
             if not self.pin:
@@ -91,3 +98,40 @@ class OffloadConfig:
                 raise ValueError("transport='zero_copy' has no chunks in flight: leave chunk_bytes and depth out")
         elif self.zero_copy_programs != "auto":
             raise ValueError("zero_copy_programs belongs to transport='zero_copy': set both, or neither")
+
+
+def _size(name: str, value: Any, least: int) -> int | str:
+    """A number of bytes, or ``"auto"``.
+
+    Args:
+        name: of the field.
+        value: a whole number, or text.
+        least: least number.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    if isinstance(value, str):
+        try:
+            return (quantities.chunk_bytes if least else quantities.window_bytes)(value)
+        except argparse.ArgumentTypeError as error:
+            raise ValueError(f"Invalid {name}: {error}") from None
+    if not _is_whole(value, least):
+        raise ValueError(
+            f"Invalid {name}: {value!r}, it should be a whole number of bytes of at least {least}, or text such as "
+            "'48MiB', '8GiB' or 'auto'"
+        )
+    return int(value)
+
+
+def _count(name: str, value: Any) -> int | Literal["auto"]:
+    if isinstance(value, str) and value == "auto":
+        return "auto"
+    if not _is_whole(value, 1):
+        raise ValueError(f"Invalid {name}: {value!r}, it should be a whole number of at least 1, such as 3, or 'auto'")
+    return int(value)
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    is_number = isinstance(value, Integral) and not isinstance(value, bool)
+    return is_number and least <= value < quantities.MOST_PARAMS

@@ -618,7 +618,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             return
         if self._attachment is not None and self._attachment.budget_bytes is not None:
             self._stepper.prefetch_more(self._attachment.budget_bytes)
-        elif window != "auto":
+        elif not isinstance(window, str):
             self._stepper.prefetch(window)
 
     def attach(self, *models: torch.nn.Module, microbatches: int | None = None) -> Attachment:

@@ -108,9 +108,10 @@ def positive_gb(text: str) -> float:
     return _larger_than_0(gb(text))
 
 
-def chunk_bytes(text: str) -> int:
-    """A whole number of bytes, more than 0."""
-    return int(_larger_than_0(whole_bytes(text)))
+def chunk_bytes(text: str) -> int | str:
+    """``OffloadConfig.chunk_bytes``: a whole number of bytes, more than 0, or auto."""
+    value = window_bytes(text)
+    return value if isinstance(value, str) else int(_larger_than_0(value))
 
 
 def whole_bytes(text: str) -> int:

@@ -80,7 +80,7 @@ def settle(config: OffloadConfig, choice: Choice | None, state_bytes: int) -> St
     if is_free and choice is not None and choice.transport == "zero_copy":
         return Streaming(programs=choice.programs)
     known = default_streaming(state_bytes) if choice is None else choice
-    if chunk_bytes == "auto":
+    if isinstance(chunk_bytes, str):
         chunk_bytes = known.chunk_bytes
     if depth == "auto":
         depth = known.depth

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import helpers
+import numpy as np
 import pytest
 import torch
 from helpers import param_of, randn, unchanged
@@ -236,7 +237,19 @@ def test_te_numerics_on_the_cpu() -> None:
         ({"depth": True}, ValueError, "Invalid depth: True"),
         ({"pin": 1}, TypeError, "Invalid pin: 1"),
         ({"graph": 1}, TypeError, "Invalid graph: 1"),
-        ({"chunk_bytes": "8MiB"}, ValueError, r"Invalid chunk_bytes: '8MiB', .* or 'auto': 8 \* 2\*\*20 is 8 MiB"),
+        ({"chunk_bytes": "8 Mio"}, ValueError, "Invalid chunk_bytes: '8 Mio' is not .* such as 50331648 or 48MiB"),
+        ({"chunk_bytes": "0"}, ValueError, "Invalid chunk_bytes: it should be larger than 0"),
+        ({"chunk_bytes": "48"}, ValueError, "Invalid chunk_bytes: '48' is 48 bytes; .* a unit, as in 48MiB"),
+        ({"chunk_bytes": None}, ValueError, "Invalid chunk_bytes: None, .* such as '48MiB', '8GiB' or 'auto'"),
+        ({"chunk_bytes": 10**18}, ValueError, "Invalid chunk_bytes: 1000000000000000000, "),
+        ({"window_bytes": "-1GiB"}, ValueError, "Invalid window_bytes: '-1GiB' is not .*; or give auto"),
+        ({"window_bytes": np.array([1, 2])}, ValueError, "Invalid window_bytes: array"),
+        ({"window_bytes": torch.tensor(1)}, ValueError, "Invalid window_bytes: tensor"),
+        ({"depth": "3"}, ValueError, "Invalid depth: '3', .* such as 3, or 'auto'"),
+        ({"depth": np.array([1, 2])}, ValueError, "Invalid depth: array"),
+        ({"depth": 10**18}, ValueError, "Invalid depth: 1000000000000000000, "),
+        ({"transport": np.array(["copy", "auto"])}, ValueError, "Invalid transport: array"),
+        ({"pin": np.True_}, TypeError, r"Invalid pin: .*True.*, it should be True or False"),
         ({"transport": "rdma"}, ValueError, "Invalid transport: 'rdma'"),
         ({"transport": "zero_copy", "pin": False}, ValueError, "needs pin=True"),
         ({"transport": "zero_copy", "depth": 2}, ValueError, "leave chunk_bytes and depth out"),
@@ -248,6 +261,28 @@ def test_te_numerics_on_the_cpu() -> None:
 def test_offload_config(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         OffloadConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "plain"),
+    [
+        ({"chunk_bytes": "48MiB", "window_bytes": "8GiB"}, {"chunk_bytes": 48 * 2**20, "window_bytes": 8 * 2**30}),
+        ({"chunk_bytes": " Auto ", "window_bytes": "AUTO"}, {"chunk_bytes": "auto", "window_bytes": "auto"}),
+        ({"chunk_bytes": "1.5 kB", "window_bytes": "0"}, {"chunk_bytes": 1500, "window_bytes": 0}),
+        ({"chunk_bytes": np.int32(2**30), "depth": np.uint8(200)}, {"chunk_bytes": 2**30, "depth": 200}),
+        ({"fraction": np.float32(0.5), "window_bytes": np.int16(7)}, {"fraction": 0.5, "window_bytes": 7}),
+        ({"transport": "zero_copy", "zero_copy_programs": np.int8(100)}, {"zero_copy_programs": 100}),
+        ({"transport": "zero_copy", "depth": np.str_("auto")}, {"depth": "auto"}),
+        ({"fraction": True + 0, "chunk_bytes": 10**18 - 1}, {"fraction": 1.0, "chunk_bytes": 10**18 - 1}),
+    ],
+)
+def test_offload_config_holds_plain_numbers(options: dict[str, Any], plain: dict[str, Any]) -> None:
+    """NumPy's overflow: 200 chunks in flight of 2^30 bytes are no number of 8 or of 32 bits."""
+    config = OffloadConfig(**options)
+    for name, value in plain.items():
+        assert getattr(config, name) == value
+        assert type(getattr(config, name)) is type(value)
+    assert dataclasses.replace(config) == config
 
 
 def test_offload_config_is_frozen_and_by_keyword() -> None:

@@ -465,7 +465,7 @@ def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--params", "0.5"], "whole number of at least 1"),
         (["plan", "--params", "13000000.5"], "whole number of at least 1"),
         (["plan", "--config", "missing\nfile.json"], r"missing\nfile.json"),
-        (["plan", "a\nb", "--params", "1"], r"'a\nb'"),
+        (["plan", "a\nb", "--params", "1"], r"arguments: a\nb (see"),
         (["plan", "--params", "1e9", "--gpu-memory", "80e9"], "plain numbers are GB"),
         (["plan", "--params", "1e9", "--gpu-memory", "80 cores"], "80GiB"),
         (["plan", "--params", "1e9", "--host-memory", "0GB"], "larger than 0"),
@@ -478,7 +478,10 @@ def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
             ["plan", "--params", "1e9", "--window-bytes", "4"],
             "'4' is 4 bytes; give at least 1024, or a unit, as in 4MiB; or give auto",
         ),
-        (["plan", "--params", "1e9", "--chunk-bytes", "512B"], "'512B' is 512 bytes; give at least 1024 (see"),
+        (
+            ["plan", "--params", "1e9", "--chunk-bytes", "512B"],
+            "'512B' is 512 bytes; give at least 1024; or give auto (see",
+        ),
         (["plan", "--params", "1e9", "--chunk-bytes", "24"], "24MiB"),
         (
             ["plan", "--gpu", "80"],
@@ -590,6 +593,7 @@ def test_units(capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(capsys, "--params", "14399999999983617")["param_numel"] == 14399999999983617
     assert plan(capsys, "--params", "1B", "--window-bytes", "1.1GiB")["gpu_bytes"]["window"] == round(1.1 * 2**30)
     assert plan(capsys, "--params", "1B", "--window-bytes", " Auto ")["gpu_bytes"]["window"] == 0
+    assert plan(capsys, "--params", "1B", "--chunk-bytes", "AUTO") == plan(capsys, "--params", "1B")
     assert plan(capsys, "--params", "1B", "--other-gpu", "2Gi")["gpu_bytes"]["other"] == 2 * 2**30
 
 

@@ -50,10 +50,10 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
     optimizer_cpu_offload: bool = True
     optimizer_offload_fraction: float = 1.0
     use_precision_aware_optimizer: bool = True
-    offload_chunk_bytes: int | Literal["auto"] = OffloadConfig.chunk_bytes
+    offload_chunk_bytes: int | str = OffloadConfig.chunk_bytes
     offload_depth: int | Literal["auto"] = OffloadConfig.depth
     offload_transport: Literal["auto", "copy", "zero_copy"] = OffloadConfig.transport
-    offload_window_bytes: int | Literal["auto"] | None = None
+    offload_window_bytes: int | str | None = None
     offload_numerics: str | None = None
     offload_stochastic_rounding: bool | None = None
 

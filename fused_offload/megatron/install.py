@@ -327,7 +327,7 @@ def _announce(inners: list[MegatronAdam], layout: Layout) -> None:
         )
     if inner.offload.window_bytes and inner.is_attached:
         size = inner.offload.window_bytes
-        most = "what activations gave back" if size == "auto" else f"{size / 1e9:.3g} GB"
+        most = "what activations gave back" if isinstance(size, str) else f"{size / 1e9:.3g} GB"
         lines.append(f"fused-offload: up to {most} of it moves under the backward and the next forward pass.")
     elif inner.offload.window_bytes:
         lines.append(

@@ -187,7 +187,7 @@ def memory_of(param_numel: int, training: Training) -> Memory:
     host = _extent_bytes(layout, offloaded)
     grads = held_numel * PARAM_DTYPES[training.grad_dtype].itemsize
     # "auto" takes memory that activations gave back, and those are no more than what else is on the GPU.
-    if offload.window_bytes == "auto":
+    if isinstance(offload.window_bytes, str):
         window, hidden = 0, min(training.other_gpu_bytes, host)
     else:
         window = hidden = min(offload.window_bytes, host)

@@ -72,7 +72,7 @@ def _training(options: argparse.Namespace) -> Training:
     offload = OffloadConfig(
         fraction=options.fraction,
         window_bytes=options.window_bytes,
-        chunk_bytes=options.chunk_bytes or "auto",
+        chunk_bytes=options.chunk_bytes,
         depth=options.depth or "auto",
     )
     return Training(
@@ -229,7 +229,7 @@ def _notes(options: argparse.Namespace, memory: Memory, prediction: _Prediction,
             "A step this short depends on the host's speed, which changes from one minute to the next: expect the time "
             "to be right within some tens of percent."
         )
-    if prediction.source == "profile" and (options.chunk_bytes or options.depth):
+    if prediction.source == "profile" and (options.chunk_bytes != "auto" or options.depth):
         notes.append("They are of the chunks that fused-offload tune chose, not of --chunk-bytes and --depth.")
     if options.window_bytes == "auto":
         notes.append(
@@ -269,7 +269,7 @@ def _largest(numel: int | None) -> str:
 
 def _ring_label(training: Training) -> str:
     chunk_bytes, depth = training.offload.chunk_bytes, training.offload.depth
-    if chunk_bytes == "auto" or depth == "auto":
+    if isinstance(chunk_bytes, str) or depth == "auto":
         return "staging ring (zero-copy has none)"
     return f"staging ring, {depth} x {chunk_bytes / MIB:g} MiB at most"
 
