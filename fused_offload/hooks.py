@@ -16,6 +16,12 @@ class WeakHook:
         """Takes a bound method."""
         self._method = weakref.WeakMethod(method)
 
+    @property
+    def owner(self) -> Any:
+        """The object whose method it calls, or None once that is gone."""
+        method: Any = self._method()
+        return None if method is None else method.__self__
+
     @torch._disable_dynamo  # copies, events and clocks are nothing to compile
     def __call__(self, *args: Any) -> None:
         """What torch calls."""

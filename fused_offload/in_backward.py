@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import threading
 import weakref
@@ -27,7 +28,7 @@ _GONE = (
     "step_in_backward(model, clip_value=...)), no gradient scaler, no gradient accumulation. Call optimizer.step() "
     "after every backward pass. A parameter that several reentrant checkpoints use gets several gradients in one pass: "
     "checkpoint with use_reentrant=False. Whoever needs any of these needs the ordinary step: detach() what "
-    "step_in_backward returned."
+    "step_in_backward returned, or optimizer.step_in_backward(model).detach() where that was not kept."
 )
 
 
@@ -115,25 +116,21 @@ class BackwardSteps:
     """
 
     def __init__(
-        self, optimizer: Stepping, models: Sequence[torch.nn.Module], *, clip_value: float | None = None
+        self,
+        optimizer: Stepping,
+        models: Sequence[torch.nn.Module],
+        params: Sequence[torch.Tensor],
+        *,
+        clip_value: float | None,
     ) -> None:
         """Registers hooks; see `FusedOffloadAdam.step_in_backward`.
 
         Args:
             optimizer: whose parameters are stepped.
             models: what is trained.
+            params: what `stepped_params` returned for them.
             clip_value: gradients are clamped to plus or minus this value first.
         """
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        hooked = _untied(models, params)
-        if clip_value is not None and not clip_value > 0:
-            raise ValueError(f"Invalid clip_value: {clip_value!r}, it should be a positive number or None")
-        _check_grads_are_final(models, params)
-        if not hooked:
-            raise ValueError(
-                "No parameter of this optimizer is a trainable, untied parameter of the models, so nothing would be "
-                "stepped in their backward passes. Pass the models whose parameters the optimizer got."
-            )
         self._optimizer_ref = weakref.ref(optimizer)
         self._clip_value = clip_value
         self._lock = threading.RLock()  # autograd runs one thread for each device
@@ -143,8 +140,8 @@ class BackwardSteps:
         self._settings: list[dict[str, Any]] | None = None
         self._parts = 0
         take = WeakHook(self._take)
-        self._handles = [param.register_post_accumulate_grad_hook(take) for param in hooked]
-        if any(map(is_distributed, hooked)):
+        self._handles = [param.register_post_accumulate_grad_hook(take) for param in params]
+        if any(map(is_distributed, params)):
             # FSDP looks at the gradients that it adds to before it calls hooks, and would not say what is wrong.
             refuse = WeakHook(self._refuse_second_forward)
             self._handles += [model.register_forward_pre_hook(refuse) for model in models]
@@ -288,6 +285,35 @@ class BackwardSteps:
             optimizer._end_parts()
 
 
+def stepped_params(
+    optimizer: Stepping, models: Sequence[torch.nn.Module], clip_value: float | None
+) -> list[torch.Tensor]:
+    """Parameters that backward passes can step. Changes nothing.
+
+    Args:
+        optimizer: whose parameters they are.
+        models: what is trained.
+        clip_value: should be a positive number or None.
+
+    Raises:
+        ValueError: for a bad ``clip_value``, and models without such parameters.
+        RuntimeError: where gradients are not final when autograd has accumulated them, and where another optimizer
+            steps the same parameters.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    hooked = _untied(models, params)
+    if clip_value is not None and not clip_value > 0:
+        raise ValueError(f"Invalid clip_value: {clip_value!r}, it should be a positive number or None")
+    _check_grads_are_final(models, params)
+    if not hooked:
+        raise ValueError(
+            "No parameter of this optimizer is a trainable, untied parameter of the models, so nothing would be "
+            "stepped in their backward passes. Pass the models whose parameters the optimizer got."
+        )
+    _check_stepped_by_no_other(hooked, optimizer)
+    return hooked
+
+
 def refuse_scaler(optimizer: Any, grad_scaler: Any) -> None:
     """Raises RuntimeError if a gradient scaler calls the step of parameters that were stepped with scaled gradients."""
     signals = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
@@ -310,6 +336,27 @@ def _untied(models: Sequence[torch.nn.Module], params: Sequence[torch.Tensor]) -
         id(param) for model in roots.values() for _, param in model.named_parameters(remove_duplicate=False)
     )
     return [param for param in params if names[id(param)] == 1 and param.requires_grad and param.is_leaf]
+
+
+def _check_stepped_by_no_other(params: Sequence[torch.Tensor], optimizer: Stepping) -> None:
+    """Raises RuntimeError where backward passes already step parameters of another optimizer."""
+
+    def others() -> bool:
+        hooks = (hook for param in params for hook in (param._post_accumulate_grad_hooks or {}).values())
+        owners = (hook.owner for hook in hooks if isinstance(hook, WeakHook))
+        steppers = (owner._optimizer_ref() for owner in owners if isinstance(owner, BackwardSteps))
+        return any(stepper is not None and stepper is not optimizer for stepper in steppers)
+
+    if not others():
+        return
+    gc.collect()  # an optimizer refers to itself, and goes no earlier
+    if others():
+        raise RuntimeError(
+            "Another FusedOffloadAdam, which is still alive, steps parameters of these models in their backward "
+            "passes (step_in_backward), and a gradient can be applied once. Call close() on that optimizer first. If "
+            "its name is taken, as after a notebook cell that ran twice, delete what still refers to it, such as a "
+            "learning rate scheduler, or build the model again."
+        )
 
 
 def _check_grads_are_final(models: Sequence[torch.nn.Module], params: Sequence[torch.Tensor]) -> None:

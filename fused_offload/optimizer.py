@@ -26,7 +26,7 @@ from .attach import Attachment, check_attachment
 from .config import OffloadConfig
 from .dcp_calls import is_dummy_step, wanted_state_dict
 from .dtensors import is_offloaded_by_fsdp
-from .in_backward import BackwardSteps, refuse_scaler
+from .in_backward import BackwardSteps, refuse_scaler, stepped_params
 from .kernels.forms import REMAINDER, Form
 from .mapping import StateMapping
 from .masters import refresh_master
@@ -674,8 +674,9 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         Raises:
             ValueError: for a bad ``clip_value``, and models without parameters of this optimizer.
             RuntimeError: where gradients are not final when autograd has accumulated them
-                (``DistributedDataParallel``, ``FullyShardedDataParallel``, HSDP, ``CPUOffloadPolicy``), with
-                ``use_decoupled_grad``, and with a window, which is for one step after the pass.
+                (``DistributedDataParallel``, ``FullyShardedDataParallel``, HSDP, ``CPUOffloadPolicy``), where another
+                optimizer steps the same parameters in backward, with ``use_decoupled_grad``, and with a window, which
+                is for one step after the pass.
         """
         self._check_usable()
         if self.use_decoupled_grad or self.offload.window_bytes:
@@ -683,16 +684,12 @@ class FusedOffloadAdam(torch.optim.Optimizer):
                 "step_in_backward takes gradients from .grad while the backward pass runs; it works neither with "
                 "use_decoupled_grad=True nor with OffloadConfig(window_bytes=...). Build the optimizer without them."
             )
+        params = stepped_params(self, models, clip_value)
+        self.reserve_gpu_memory()
         if self._backward_steps is not None:
             self._backward_steps.detach()
-        steps = BackwardSteps(self, models, clip_value=clip_value)
-        try:
-            self.reserve_gpu_memory()
-        except BaseException:
-            steps.detach()
-            raise
-        self._backward_steps = steps
-        return steps
+        self._backward_steps = BackwardSteps(self, models, params, clip_value=clip_value)
+        return self._backward_steps
 
     @property
     def is_attached(self) -> bool:

@@ -497,6 +497,73 @@ def test_detaching_twice_leaves_what_came_after_alone(device: str, monkeypatch: 
     assert ended
 
 
+@pytest.mark.parametrize("old", ["kept", "garbage", "closed", "detached", "the same"])
+def test_a_notebook_cell_that_runs_twice(device: str, old: str) -> None:
+    model, optimizer, reference, expected = pair(device)
+    kept = [optimizer]
+    if old == "closed":
+        optimizer.close()
+    if old == "detached":
+        optimizer.step_in_backward(model).detach()
+    if old == "garbage":
+        kept.clear()
+    gc.disable()
+    try:
+        if old != "the same":
+            optimizer = adam(model)
+        if old == "kept":
+            before = dict(model.layers[0].weight._post_accumulate_grad_hooks or {})
+            with pytest.raises(RuntimeError, match=r"Another FusedOffloadAdam.*close\(\).*scheduler"):
+                optimizer.step_in_backward(model)
+            assert dict(model.layers[0].weight._post_accumulate_grad_hooks or {}) == before
+            kept.pop().close()
+        optimizer.step_in_backward(model)
+        train(model, optimizer, range(2))
+    finally:
+        gc.enable()
+    train(reference, expected, range(2))
+    assert_same_snapshot(snapshot(optimizer), snapshot(expected))
+
+
+class Refused(RuntimeError): ...
+
+
+BAD_CALLS: dict[str, tuple[type[Exception], Callable[[FusedOffloadAdam, Any], Any]]] = {
+    "clip_value": (ValueError, lambda optimizer, model: optimizer.step_in_backward(model, clip_value=-1.0)),
+    "models": (ValueError, lambda optimizer, model: optimizer.step_in_backward(torch.nn.Linear(2, 2))),
+    "memory": (Refused, lambda optimizer, model: optimizer.step_in_backward(model)),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_CALLS)
+@pytest.mark.parametrize("between", [True, False])
+def test_a_call_that_is_refused_leaves_the_one_before(
+    device: str, monkeypatch: pytest.MonkeyPatch, bad: str, between: bool
+) -> None:
+    model, optimizer, reference, expected = pair(device)
+    train(model, optimizer, range(2))
+    if between:
+        loss_of(model, 2).backward()
+    kind, call = BAD_CALLS[bad]
+    with monkeypatch.context() as patch:
+        if bad == "memory":
+
+            def refuse() -> None:
+                raise Refused
+
+            patch.setattr(optimizer, "reserve_gpu_memory", refuse)
+        with pytest.raises(kind):
+            call(optimizer, model)
+    if between:
+        optimizer.step()
+    else:
+        train(model, optimizer, range(2, 3))
+    train(reference, expected, range(3))
+    assert_same_snapshot(snapshot(optimizer), snapshot(expected))
+    loss_of(model, 3).backward()
+    assert isinstance(model.layers[4].weight.grad, SteppedGrad)
+
+
 def test_nothing_is_kept_alive(device: str) -> None:
     model, optimizer, *_ = pair(device)
     train(model, optimizer, range(1))
