@@ -1,4 +1,4 @@
-"""Checks of the constructor's arguments and of what groups hold at a step."""
+"""Checks of the constructor's arguments, and of what groups hold at a step and after a load."""
 
 from __future__ import annotations
 
@@ -8,9 +8,14 @@ from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from .kernels.forms import BF16, BF16_STOCHASTIC, FP16, FP16_NONZERO, FP32, LOG8, ROOT8, Form
+from .kernels.reference import round_fp32
+
+MAX_STEP = 2**31
+_LARGEST = torch.finfo(torch.float32).max  # what a kernel gets is float32
 
 MASTER_FORMS = {torch.float32: FP32, torch.float16: FP16}
 EXP_AVG_FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16, torch.uint8: ROOT8}
@@ -36,6 +41,13 @@ def moment_forms(
 _NO_AMSGRAD = "FusedOffloadAdam does not support the AMSGrad variant. Leave amsgrad False, or use torch.optim.AdamW."
 
 
+def check_switches(**switches: Any) -> None:
+    """Raises TypeError for an argument that should be a bool and is none."""
+    for name, value in switches.items():
+        if not isinstance(value, (bool, np.bool_)):
+            raise TypeError(f"Invalid {name}: {value!r}, it should be a bool")
+
+
 def check_modes(
     *,
     amsgrad: bool,
@@ -49,9 +61,17 @@ def check_modes(
     """Raises for modes that do not exist.
 
     Raises:
+        TypeError: for a dtype that is none.
         RuntimeError: for a mode that TransformerEngine's FusedAdam refuses too, or that is not there yet.
         ValueError: for unknown numerics.
     """
+    for name, dtype in (
+        ("master_weight_dtype", master_weight_dtype),
+        ("exp_avg_dtype", exp_avg_dtype),
+        ("exp_avg_sq_dtype", exp_avg_sq_dtype),
+    ):
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"Invalid {name}: {dtype!r}, it should be a torch.dtype, such as torch.bfloat16")
     if amsgrad:
         raise RuntimeError(_NO_AMSGRAD)
     if capturable:
@@ -74,8 +94,7 @@ def check_rounding(stochastic_rounding: Any, rounding_seed: Any) -> None:
         TypeError: for another type.
         ValueError: for a seed out of range.
     """
-    if not isinstance(stochastic_rounding, bool):
-        raise TypeError(f"Invalid stochastic_rounding: {stochastic_rounding!r}, it should be a bool")
+    check_switches(stochastic_rounding=stochastic_rounding)
     if isinstance(rounding_seed, bool) or not isinstance(rounding_seed, int):
         raise TypeError(f"Invalid rounding_seed: {rounding_seed!r}, it should be an integer")
     if not 0 <= rounding_seed < 2**31:
@@ -136,8 +155,8 @@ def check_numerics(numerics: str, params: Sequence[torch.Tensor]) -> None:
         raise RuntimeError("numerics='te' reproduces an NVIDIA GPU's fast math; on the CPU use numerics='ieee'")
 
 
-def check_hyperparameters(group: dict[str, Any], *, lr_required: bool = False) -> None:
-    """Raises for hyperparameters that no step can use, in torch's wording.
+def check_hyperparameters(group: Mapping[str, Any], *, lr_required: bool = False) -> None:
+    """Raises for hyperparameters and step counts that no step can use, in torch's wording.
 
     Args:
         group: a parameter group.
@@ -154,24 +173,54 @@ def check_hyperparameters(group: dict[str, Any], *, lr_required: bool = False) -
     elif isinstance(lr, torch.Tensor):
         if lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
-        if lr.device.type == "cpu" and not 0.0 <= lr.item():
+        if lr.is_complex() or lr.device.type == "meta":
+            raise ValueError(f"Invalid learning rate: {lr}, it should be a real number with data")
+        if lr.device.type == "cpu" and not 0.0 <= lr.item() <= _LARGEST:
             raise ValueError(f"Invalid learning rate: {lr.item()}")
-    elif not 0.0 <= _number(lr, "learning rate", "a number or a one-element tensor"):
+    elif not 0.0 <= _number(lr, "learning rate", "a number or a one-element tensor") <= _LARGEST:
         raise ValueError(f"Invalid learning rate: {lr}")
-    if isinstance(eps, torch.Tensor) or not 0.0 <= _number(eps, "epsilon value"):
+    if isinstance(eps, torch.Tensor) or not 0.0 <= _number(eps, "epsilon value") <= _LARGEST:
         raise ValueError(f"Invalid epsilon value: {eps}")
-    if isinstance(betas, str) or not hasattr(betas, "__len__"):
+    if isinstance(betas, (str, bytes, Mapping)) or not (hasattr(betas, "__len__") and hasattr(betas, "__getitem__")):
         raise TypeError(f"Invalid betas: {betas!r}, it should be two numbers")
     if len(betas) != 2:
         raise ValueError(f"Invalid betas: {betas!r}, it should be two numbers")
     for index, beta in enumerate(betas):
         if isinstance(beta, torch.Tensor) or not 0.0 <= _number(beta, f"beta parameter at index {index}") < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if isinstance(weight_decay, torch.Tensor) or math.isnan(_number(weight_decay, "weight_decay value")):
+        if round_fp32(beta) == 1.0:
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}, which is 1 in float32")
+    if isinstance(weight_decay, torch.Tensor) or not abs(_number(weight_decay, "weight_decay value")) <= _LARGEST:
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+    corrected = group.get("bias_correction", True)
+    if not isinstance(corrected, (bool, int, np.bool_)):
+        raise TypeError(f"Invalid bias_correction: {corrected!r}, it should be a bool")
+    checked_step(group.get("step", 0))
 
 
-def _number(value: Any, what: str, wanted: str = "a number") -> Any:
+def checked_step(step: Any) -> int:
+    """A step count as an int.
+
+    Args:
+        step: a number, or a tensor with one element.
+
+    Raises:
+        ValueError: unless it is a whole number from 0 to 2^31.
+    """
+    try:
+        count = int(step)
+        whole = not isinstance(step, (str, bytes, bool)) and bool(count == step)
+    except Exception:  # of whatever was given instead of a number
+        count, whole = -1, False
+    if not (whole and 0 <= count <= MAX_STEP):
+        raise ValueError(f"Invalid step: {step!r}, it should be a whole number from 0 to 2**31")
+    return count
+
+
+def _number(value: Any, what: str, wanted: str = "a number") -> float:
     if not isinstance(value, Real):
         raise TypeError(f"Invalid {what}: {value!r}, it should be {wanted}")
-    return value
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

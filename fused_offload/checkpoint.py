@@ -8,15 +8,18 @@ block-scaled forms are expanded to float32.
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
+from .arguments import check_hyperparameters, checked_step
 from .dcp_calls import Wanted
 from .dtensors import local_of, local_value
 from .kernels.forms import Form, decode
+from .kernels.reference import bias_correction, round_fp32
 from .mapping import StateMapping
 from .state import StateEntry, check_storable, get_unscaled, same_memory, set_scaled
 from .tensors import is_frozen
@@ -47,7 +50,7 @@ def _packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any
     for group in param_groups:
         fresh = {key: value for key, value in group.items() if key != "params"}
         if "step" in fresh:
-            fresh["step"] = int(fresh["step"])
+            fresh["step"] = checked_step(fresh["step"])
         fresh["params"] = list(range(position, position + len(group["params"])))
         position += len(group["params"])
         packed.append(fresh)
@@ -123,119 +126,227 @@ def pack_for_torch(param_groups: Sequence[dict[str, Any]], state: StateMapping, 
     return {"state": packed, "param_groups": groups}
 
 
+class LoadedValue(NamedTuple):
+    """One state value of a checked state dict.
+
+    Attributes:
+        param: parameter that it belongs to.
+        key: state key.
+        value: the values, of a distributed parameter those of this rank.
+        factor: what the values are multiplied by; not 1 where a parameter had fewer steps than its group.
+    """
+
+    param: torch.Tensor
+    key: str
+    value: torch.Tensor
+    factor: float
+
+
 class LoadPlan(NamedTuple):
     """A checked state dict, ready to be applied.
 
     Attributes:
         groups: the new groups.
-        values: parameter, state key and value, in group order.
+        values: state values, in group order.
+        warnings: what the caller should know about how it is taken.
     """
 
     groups: list[dict[str, Any]]
-    values: list[tuple[torch.Tensor, str, torch.Tensor]]
+    values: list[LoadedValue]
+    warnings: list[str]
 
     @property
     def params(self) -> list[torch.Tensor]:
         """Parameters that get state, each once."""
-        return list({id(param): param for param, _, _ in self.values}.values())
+        return list({id(value.param): value.param for value in self.values}.values())
 
 
 def plan_load(
     state_dict: Mapping[str, Any],
     param_groups: Sequence[dict[str, Any]],
+    state: StateMapping,
     forms_of: Callable[[torch.Tensor], Mapping[str, Form]],
     *,
     adam_w_mode: bool,
 ) -> LoadPlan:
-    """Checks a state dict against the groups; changes nothing.
+    """Checks a state dict against the groups and their state; changes nothing.
 
     Args:
         state_dict: TransformerEngine's or torch AdamW's layout.
         param_groups: the optimizer's groups.
+        state: the optimizer's state.
         forms_of: stored form of each state key that the optimizer keeps for a parameter.
         adam_w_mode: the optimizer's kind of weight decay.
 
     Raises:
         ValueError: names what differs.
-        TypeError: for values that are no tensors.
+        TypeError: for values that are no tensors, and for what has another type than it should.
     """
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise ValueError(f"loaded state dict has no {key!r}; pass what state_dict() returned")
-    saved_groups = state_dict["param_groups"]
-    if len(saved_groups) != len(param_groups):
-        raise ValueError(
-            "loaded state dict has a different number of parameter groups "
-            f"({len(saved_groups)}, here {len(param_groups)})"
-        )
-    unknown = set(state_dict["state"]) - {name for saved in saved_groups for name in saved["params"]}
-    if unknown:
-        raise ValueError(
-            f"loaded state dict has state of parameters that are in none of its groups: {sorted(unknown, key=str)[:3]}"
-        )
-    groups, values = [], []
+    saved_groups, saved_state = _checked_structure(state_dict, param_groups)
+    groups: list[dict[str, Any]] = []
+    values: list[LoadedValue] = []
+    unequal: list[int] = []
     for index, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
-        if len(saved["params"]) != len(group["params"]):
-            raise ValueError(
-                f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group "
-                f"(group {index}: {len(saved['params'])}, here {len(group['params'])})"
-            )
         check_settings(saved, index, adam_w_mode)
-        pairs = [(p, state_dict["state"].get(name)) for p, name in zip(group["params"], saved["params"], strict=True)]
-        pairs = [(param, entry) for param, entry in pairs if entry is not None]
-        step = _saved_step(saved, pairs, index, int(group.get("step", 0)))
+        pairs = [
+            (param, saved_state[name])
+            for param, name in zip(group["params"], saved["params"], strict=True)
+            if saved_state.get(name)
+        ]
+        beside = [None if entry.get("step") is None else checked_step(entry["step"]) for _, entry in pairs]
+        step = _saved_step(saved, beside, index, int(group.get("step", 0)))
         if step and not pairs and any(local_of(param).numel() and not is_frozen(param) for param in group["params"]):
             raise ValueError(
                 f"loaded state dict has no state for any parameter of group {index} at step {step}. "
                 "If they were frozen until then, load first and unfreeze them afterwards."
             )
         groups.append(merged_group(saved, group, step))
-        for param, entry in pairs:
-            values.extend(_checked_values(param, entry, forms_of(param), index))
-    return LoadPlan(groups, values)
+        check_hyperparameters(groups[-1])
+        if len({count for count in beside if count is not None}) > 1:
+            unequal.append(index)
+        for (param, entry), count in zip(pairs, beside, strict=True):
+            factors = _catch_up_factors(groups[-1], count)
+            kept = state[param] if param in state else None
+            for key, value in _checked_values(param, entry, kept, forms_of(param), index):
+                values.append(LoadedValue(param, key, value, factors.get(key, 1.0)))
+    narrow = {
+        f"{key} ({value.dtype})"
+        for param, key, value, _ in values
+        if value.dtype in (torch.bfloat16, torch.float16) and forms_of(param)[key].dtype == torch.float32
+    }
+    messages = []
+    if narrow:
+        messages.append(
+            f"{', '.join(sorted(narrow))} loaded into float32: the values are exact, but as coarse as they were saved"
+        )
+    if unequal:
+        messages.append(
+            f"loaded state dict has parameters at different steps in groups {unequal}; FusedOffloadAdam counts steps "
+            "per group. Parameters with fewer steps take their group's count, and their moments are scaled so that "
+            "the bias-corrected ones stay what they were."
+        )
+    if any(_decay_is_unknown(saved) for saved in saved_groups):
+        messages.append(
+            "loaded state dict does not say whether its weight decay is decoupled (AdamW) or L2 (Adam), as torch's "
+            f"before 2.7 do not; it is taken for what this optimizer was built with, adam_w_mode={adam_w_mode}"
+        )
+    return LoadPlan(groups, values, messages)
+
+
+def _checked_structure(
+    state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]
+) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, Any]]:
+    """Groups and state of a state dict whose containers are what they should be, and fit the optimizer's groups."""
+    _check_type(state_dict, Mapping, "state dict")
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(f"loaded state dict has no {key!r}; pass what state_dict() returned")
+    groups, state = state_dict["param_groups"], state_dict["state"]
+    _check_type(groups, (list, tuple), "'param_groups'")
+    _check_type(state, Mapping, "'state'")
+    if len(groups) != len(param_groups):
+        raise ValueError(
+            f"loaded state dict has a different number of parameter groups ({len(groups)}, here {len(param_groups)})"
+        )
+    names: set[Any] = set()
+    for index, (saved, group) in enumerate(zip(groups, param_groups, strict=True)):
+        _check_type(saved, Mapping, f"group {index}")
+        if "params" not in saved:
+            raise ValueError(f"loaded state dict has no 'params' in group {index}; pass what state_dict() returned")
+        _check_type(saved["params"], (list, tuple), f"'params' of group {index}")
+        if len(saved["params"]) != len(group["params"]):
+            raise ValueError(
+                f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group "
+                f"(group {index}: {len(saved['params'])}, here {len(group['params'])})"
+            )
+        for name in saved["params"]:
+            _check_type(name, Hashable, f"name of a parameter in group {index}")
+            if name in names:
+                raise ValueError(f"loaded state dict has parameter {name!r} twice, the second time in group {index}")
+            names.add(name)
+    unknown = set(state) - names
+    if unknown:
+        raise ValueError(
+            f"loaded state dict has state of parameters that are in none of its groups: {sorted(unknown, key=str)[:3]}"
+        )
+    for name, entry in state.items():
+        if entry is not None:
+            _check_type(entry, Mapping, f"state of parameter {name!r}")
+    return groups, state
+
+
+def _check_type(value: Any, kind: Any, what: str) -> None:
+    if not isinstance(value, kind):
+        raise TypeError(
+            f"loaded state dict has a {type(value).__name__} as {what}; pass what state_dict() returned, unchanged"
+        )
 
 
 def check_settings(saved: Mapping[str, Any], index: int, adam_w_mode: bool) -> None:
     """Raises ValueError for a saved group that was trained in a way that this optimizer does not have."""
     for key in ("amsgrad", "maximize"):
-        if saved.get(key):
+        if _is_on(saved, key, index):
             raise ValueError(f"loaded state dict was trained with {key}=True in group {index}; it is not supported")
-    decoupled = saved.get("decoupled_weight_decay")
-    if decoupled is not None and bool(decoupled) != adam_w_mode and saved.get("weight_decay"):
+    if saved.get("decoupled_weight_decay") is None or not isinstance(saved.get("weight_decay"), Real):
+        return  # check_hyperparameters says what a weight decay should be
+    decoupled = _is_on(saved, "decoupled_weight_decay", index)
+    if decoupled != adam_w_mode and saved["weight_decay"]:
         raise ValueError(
             f"loaded state dict has decoupled_weight_decay={decoupled} in group {index}, but this optimizer has "
-            f"adam_w_mode={adam_w_mode}; build it with adam_w_mode={bool(decoupled)}"
+            f"adam_w_mode={adam_w_mode}; build it with adam_w_mode={decoupled}"
         )
 
 
-def _saved_step(
-    saved: Mapping[str, Any], pairs: Sequence[tuple[torch.Tensor, Mapping[str, Any]]], index: int, current: int
-) -> int | None:
-    """Step of a saved group; torch keeps it beside each parameter."""
-    steps = {int(entry["step"]) for _, entry in pairs if entry.get("step") is not None}
-    if len(steps) > 1:
-        raise ValueError(
-            f"loaded state dict has parameters at different steps {sorted(steps)} in group {index}; FusedOffloadAdam "
-            "counts steps per group. Give them groups of their own."
-        )
-    beside = steps.pop() if steps else None
-    if "step" not in saved:
-        return beside
-    step = int(saved["step"])
-    if beside in (None, step):
+def _is_on(saved: Mapping[str, Any], key: str, index: int) -> bool:
+    value = saved.get(key)
+    if value is not None and not isinstance(value, (bool, int, np.bool_)):
+        raise TypeError(f"loaded state dict has {key}={value!r} in group {index}, it should be a bool")
+    return bool(value)
+
+
+def _decay_is_unknown(saved: Mapping[str, Any]) -> bool:
+    """Whether a group of torch's Adam or AdamW has a decay and does not say of which kind."""
+    is_torchs = "maximize" in saved and "bias_correction" not in saved
+    return is_torchs and saved.get("decoupled_weight_decay") is None and bool(saved.get("weight_decay"))
+
+
+def _saved_step(saved: Mapping[str, Any], beside: Sequence[int | None], index: int, current: int) -> int | None:
+    """Step of a saved group; torch keeps it beside each parameter, where the largest is the group's."""
+    largest = max((count for count in beside if count is not None), default=None)
+    if saved.get("step") is None:
+        return largest
+    step = checked_step(saved["step"])
+    if largest is None or largest in (step, round_fp32(step)):  # torch keeps it in float32
         return step
     # A reader that fills in a state dict of ours leaves alone what the checkpoint does not have: the group's step if
     # torch AdamW wrote it.
-    filled_in = {step, beside} - {current}
+    filled_in = {step, largest} - {current}
     if len(filled_in) > 1:
-        raise ValueError(f"loaded state dict has step {step} in group {index}, but step {beside} beside its parameters")
+        raise ValueError(
+            f"loaded state dict has step {step} in group {index}, but step {largest} beside its parameters"
+        )
     return filled_in.pop()
 
 
+def _catch_up_factors(group: Mapping[str, Any], count: int | None) -> dict[str, float]:
+    """Factor of each moment of a parameter that had ``count`` steps, which keeps it the same once bias-corrected."""
+    step = group.get("step", 0)
+    if not count or count >= step or not group.get("bias_correction", True):
+        return {}
+    return {
+        key: bias_correction(beta, step) / bias_correction(beta, count)
+        for key, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True)
+    }
+
+
 def merged_group(saved: Mapping[str, Any], group: Mapping[str, Any], step: int | None) -> dict[str, Any]:
-    """A group with the settings that were saved and the parameters that are here."""
+    """A group with the settings that were saved and the parameters that are here.
+
+    Raises:
+        ValueError: for a setting that cannot be copied.
+    """
     # A tensor, such as lr, belongs to one optimizer: filling it may not reach the one that was saved.
-    merged = {key: copy.deepcopy(value) for key, value in saved.items() if key not in (*_TORCH_KEYS, "params")}
+    merged = {key: _copied(value, key) for key, value in saved.items() if key not in (*_TORCH_KEYS, "params", "step")}
     merged.update({key: group[key] for key in _REQUIRED if key not in merged and key in group})
     if "param_names" in group:
         merged["param_names"] = group["param_names"]
@@ -244,13 +355,29 @@ def merged_group(saved: Mapping[str, Any], group: Mapping[str, Any], step: int |
     return {**merged, "params": group["params"]}
 
 
+def _copied(value: Any, key: Any) -> Any:
+    try:
+        return copy.deepcopy(value)
+    except Exception as error:  # of whatever a group may hold
+        raise ValueError(f"loaded state dict has a {key!r} in its groups that cannot be copied: {error!r}") from error
+
+
 def _checked_values(
-    param: torch.Tensor, saved: Mapping[str, Any], forms: Mapping[str, Form], index: int
-) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
+    param: torch.Tensor,
+    saved: Mapping[str, Any],
+    kept: StateEntry | None,
+    forms: Mapping[str, Form],
+    index: int,
+) -> list[tuple[str, torch.Tensor]]:
     unknown = set(saved) - {"exp_avg", "exp_avg_sq", "master_param", "step"}
     if unknown:
-        raise ValueError(f"loaded state dict has unknown state {sorted(unknown)} in group {index}")
+        raise ValueError(f"loaded state dict has unknown state {sorted(unknown, key=str)} in group {index}")
     local = local_of(param)
+    if kept is not None and kept.extent is not None and local.numel() and kept.shape != local.shape:
+        raise ValueError(
+            f"A parameter of group {index} has shape {tuple(local.shape)} now, but its state was made for "
+            f"{tuple(kept.shape)}. Drop optimizer.state[param] before loading."
+        )
     values = []
     for key in ("exp_avg", "exp_avg_sq", "master_param"):
         value = saved.get(key)
@@ -274,11 +401,11 @@ def _checked_values(
                 f"{tuple(local.shape)}"
             )
         check_storable(key, forms[key].dtype, value)
-        values.append((param, key, value))
+        values.append((key, value))
     return values
 
 
-def _detached_from_storage(plan: LoadPlan, state: StateMapping) -> list[tuple[torch.Tensor, str, torch.Tensor]]:
+def _detached_from_storage(plan: LoadPlan, state: StateMapping) -> list[LoadedValue]:
     """The values to copy.
 
     Those that are the live storage of their own place need no copy; those of another place are cloned before anything
@@ -288,13 +415,16 @@ def _detached_from_storage(plan: LoadPlan, state: StateMapping) -> list[tuple[to
         view.untyped_storage().data_ptr() for entry in state.values() for view in entry.peek_all() if view.numel()
     }
     values = []
-    for param, key, value in plan.values:
+    for loaded in plan.values:
+        value = loaded.value
         if value.numel() and value.untyped_storage().data_ptr() in storages:
-            if same_memory(value, state[param].peek(key)):
-                state[param].mark_loaded(key)  # checkpoint readers fill a state dict in place, then load it
-                continue
-            value = value.clone()
-        values.append((param, key, value))
+            if same_memory(value, state[loaded.param].peek(loaded.key)):
+                state[loaded.param].mark_loaded(loaded.key)  # readers fill a state dict in place, then load it
+                if loaded.factor == 1.0:
+                    continue
+            else:
+                loaded = loaded._replace(value=value.clone())
+        values.append(loaded)
     return values
 
 
@@ -305,20 +435,12 @@ def apply_load(plan: LoadPlan, state: StateMapping) -> None:
         plan: a checked state dict; every parameter in it has its storage.
         state: the optimizer's state, updated in place.
     """
-    loaded = {(id(param), key) for param, key, _ in plan.values}
+    loaded = {(id(value.param), value.key) for value in plan.values}
     values = _detached_from_storage(plan, state)
     for entry in state.values():
         if (id(entry.param), "exp_avg") not in loaded:
             entry.reset_moments()
         if (id(entry.param), "master_param") not in loaded:
             entry.unset_master()
-    narrow = set()
-    for param, key, value in values:
-        if value.dtype in (torch.bfloat16, torch.float16) and state[param].peek(key).dtype == torch.float32:
-            narrow.add(f"{key} ({value.dtype})")
-        set_scaled(state[param], key, value)
-    if narrow:
-        warnings.warn(
-            f"{', '.join(sorted(narrow))} loaded into float32: the values are exact, but as coarse as they were saved",
-            stacklevel=6,  # the caller of load_state_dict, whose decorators take three frames
-        )
+    for param, key, value, factor in values:
+        set_scaled(state[param], key, value if factor == 1.0 else value.float() * factor)

@@ -25,6 +25,8 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
 
     def __missing__(self, param: torch.Tensor) -> StateEntry:
         """An empty entry, kept."""
+        if not isinstance(param, torch.Tensor):
+            raise TypeError(f"optimizer.state is kept by parameter, but got {param!r} as a key; pass the tensor itself")
         entry = StateEntry(self._hooks, param)
         super().__setitem__(param, entry)
         self._hooks.version += 1

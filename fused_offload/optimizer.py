@@ -18,6 +18,7 @@ from .arguments import (
     check_modes,
     check_numerics,
     check_rounding,
+    check_switches,
     moment_forms,
     refuse_unknown,
     warn_if_nothing_rounds,
@@ -130,6 +131,14 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         **unsupported: Any,
     ) -> None:
         refuse_unknown(unsupported)
+        check_switches(
+            amsgrad=amsgrad,
+            adam_w_mode=adam_w_mode,
+            capturable=capturable,
+            master_weights=master_weights,
+            use_decoupled_grad=use_decoupled_grad,
+            store_param_remainders=store_param_remainders,
+        )
         check_modes(
             amsgrad=amsgrad,
             capturable=capturable,
@@ -183,6 +192,11 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             "weight_decay": weight_decay,
         }
         check_hyperparameters(defaults)
+        if isinstance(params, torch.nn.Module):
+            raise TypeError(
+                f"params should be an iterable of parameters, but got the module {type(params).__name__}. "
+                "Pass its parameters: FusedOffloadAdam(module.parameters())."
+            )
         super().__init__(params, defaults)
 
     # -- state ---------------------------------------------------------------------------------------------------
@@ -503,8 +517,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             raise RuntimeError("This FusedOffloadAdam was closed; its state is no longer kept.")
         if self._stepper.failure is not None:
             raise RuntimeError(
-                f"An earlier step failed half-way ({self._stepper.failure}), so parameters and state no longer belong "
-                "together. Load a checkpoint into model and optimizer (load_state_dict) to go on."
+                f"An earlier step or load failed half-way ({self._stepper.failure}), so parameters and state no longer "
+                "belong together. Load a checkpoint into model and optimizer (load_state_dict) to go on."
             )
 
     def _settle_for_save(self) -> None:
@@ -561,19 +575,26 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         """
         if self._closed:
             self._check_usable()
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"state_dict should be a dict, but got {type(state_dict).__name__}")
         state_dict = dict(state_dict)  # hooks may change it, the caller's stays
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             result = pre_hook(self, state_dict)
             state_dict = state_dict if result is None else result
-        plan = checkpoint.plan_load(state_dict, self.param_groups, self._forms_of, adam_w_mode=self.adam_w_mode)
         self._wait_for_state()
-        if self._backward_steps is not None:
-            self._backward_steps.abandon()
+        plan = checkpoint.plan_load(
+            state_dict, self.param_groups, self.state, self._forms_of, adam_w_mode=bool(self.adam_w_mode)
+        )
+        for message in plan.warnings:
+            warnings.warn(message, stacklevel=5)  # the caller, whose decorators take three frames
         params = plan.params
         known = self._params_with_state()
         seen = {id(param) for param in known}
         self._store.ensure(params, known + [param for param in params if id(param) not in seen])
         self._store.rehome()
+        if self._backward_steps is not None:
+            self._backward_steps.abandon()
+        self._stepper.failure = "a load was interrupted"
         checkpoint.apply_load(plan, self.state)
         self.param_groups = plan.groups
         self._stepper.failure = None

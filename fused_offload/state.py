@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from .arguments import checked_step
 from .dtensors import distributed_like, is_distributed, local_of, local_value, same_sharding, sharding_of
 from .kernels.forms import Form, Stored, decode, encode_
 from .storage import Extent
-from .tensors import flat, is_dense, like_memory_of, same_order
+from .tensors import flat, has_own_memory, is_dense, like_memory_of, same_order
 
 _VALUES_BLOCK = 2**20  # elements converted at a time: bounds the temporary memory of loads and saves
 
@@ -298,16 +299,17 @@ class StateEntry(dict[str, torch.Tensor]):
         Args:
             key: a state key, or ``"step"``, which goes to the parameter's group.
             value: a tensor shaped like the parameter, on any device; for a distributed parameter one sharded like it,
-                or this rank's part; for ``"step"`` a number.
+                or this rank's part; for ``"step"`` a whole number from 0 to 2^31.
 
         Raises:
             KeyError: for a key that this optimizer does not keep.
             TypeError: for a value that cannot be stored.
-            ValueError: for another shape, and for 8-bit elements of another time.
+            ValueError: for another shape, for 8-bit elements of another time, and for any other step.
         """
         if key == "step":
+            step = checked_step(value)
             self._hooks.wait()  # steps that turn out skipped must not be taken off the new count
-            self._hooks.write_step(self.param, int(value))
+            self._hooks.write_step(self.param, step)
             return
         if not self.bound:
             self._hooks.initialize(self.param)
@@ -442,6 +444,7 @@ def same_memory(value: torch.Tensor, view: torch.Tensor) -> bool:
         and value.data_ptr() == view.data_ptr()
         and value.dtype == view.dtype
         and value.stride() == view.stride()
+        and value.is_neg() == view.is_neg()
     )
 
 
@@ -476,6 +479,10 @@ def check_storable(key: str, kept: torch.dtype, value: torch.Tensor) -> None:
     """Raises if a value cannot be stored as ``kept`` without meaning something else."""
     if value.layout != torch.strided or value.device.type == "meta":
         raise TypeError(f"{key} should be a dense tensor with data, but got {value.layout} on {value.device}")
+    if not has_own_memory(value):
+        raise TypeError(f"{key} should be a plain tensor, but got a {type(value).__name__}; dequantise it first")
+    if value.numel() and value.untyped_storage().nbytes() < _storage_bytes(value):
+        raise ValueError(f"{key} of shape {tuple(value.shape)} has lost its memory (its storage was resized or freed)")
     gathered = kept == torch.int16 and value.dtype == torch.int32  # see dcp_calls.Wanted
     if (kept == torch.int16) != (value.dtype == torch.int16 or gathered):
         raise TypeError(
@@ -486,6 +493,12 @@ def check_storable(key: str, kept: torch.dtype, value: torch.Tensor) -> None:
         raise ValueError(f"{key} is kept as torch.int16, but got torch.int32 values that do not fit")
     if kept != torch.int16 and not value.dtype.is_floating_point:
         raise TypeError(f"{key} should be a floating point tensor, but got {value.dtype}")
+
+
+def _storage_bytes(value: torch.Tensor) -> int:
+    """Bytes from the beginning of a tensor's storage to the end of its last element."""
+    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return (int(value.storage_offset()) + last + 1) * value.itemsize
 
 
 def write_values(stored: Stored, values: torch.Tensor) -> None:

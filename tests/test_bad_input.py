@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 import mmap
@@ -75,6 +76,20 @@ BAD_HYPERPARAMETERS: list[tuple[str, Any, type[Exception], str]] = [
     ("weight_decay", math.nan, ValueError, "Invalid weight_decay value: nan"),
     ("weight_decay", torch.tensor(0.1), ValueError, "Invalid weight_decay value"),
 ]
+BAD_HYPERPARAMETERS += [
+    *[
+        (name, value, ValueError, "Invalid")
+        for name in ("lr", "eps", "weight_decay")
+        for value in (math.inf, 1e39, 10**400)
+    ],
+    ("lr", torch.tensor(math.inf), ValueError, "Invalid learning rate: inf"),
+    ("lr", torch.tensor(1j), ValueError, "real number with data"),
+    ("lr", torch.ones((), device="meta"), ValueError, "real number with data"),
+    ("betas", (0.9, 1 - 1e-9), ValueError, r"index 1: 0\.999999999, which is 1 in float32"),
+    ("betas", {0: 0.9, 1: 0.99}, TypeError, "Invalid betas"),
+    ("bias_correction", "no", TypeError, "Invalid bias_correction: 'no', it should be a bool"),
+    ("bias_correction", None, TypeError, "Invalid bias_correction"),
+]
 each_bad_hyperparameter = pytest.mark.parametrize(("name", "value", "error", "message"), BAD_HYPERPARAMETERS)
 
 
@@ -110,6 +125,98 @@ def test_step_refuses(device: str, name: str, value: Any, error: type[Exception]
     assert [group["step"] for group in optimizer.param_groups] == [4, 4]
 
 
+@each_bad_hyperparameter
+def test_load_refuses_hyperparameters(device: str, name: str, value: Any, error: type[Exception], message: str) -> None:
+    """Also in the last group only: no group and no value before it is taken over."""
+    optimizer, params = make(device)
+    saved = optimizer.state_dict()
+    saved["state"] = {index: {key: torch.ones_like(v) for key, v in e.items()} for index, e in saved["state"].items()}
+    saved["param_groups"][0]["lr"] = 0.75
+    saved["param_groups"][1][name] = value
+    with unchanged(optimizer), pytest.raises(error, match=message):
+        optimizer.load_state_dict(saved)
+    give_grads(optimizer, params, 9)
+    optimizer.step()
+
+
+# -- step counts -------------------------------------------------------------------------------------------------
+
+BAD_STEPS = [
+    -1,
+    2**31 + 1,
+    6.9e9,
+    math.inf,
+    -math.inf,
+    math.nan,
+    1.5,
+    "5",
+    True,
+    None,
+    [3],
+    torch.tensor(-1.0),
+    torch.tensor(math.nan),
+    torch.tensor([1.0, 2.0]),
+    torch.tensor(1j),
+    torch.ones((), device="meta"),
+]
+WAYS_OF_A_STEP: dict[str, Callable[[FusedOffloadAdam, Any], Any]] = {
+    "entry": lambda optimizer, step: optimizer.state[optimizer.param_groups[1]["params"][0]].update(step=step),
+    "new group": lambda optimizer, step: optimizer.add_param_group(
+        {"params": [param_of(torch.ones(3, device=optimizer.param_groups[0]["params"][0].device))], "step": step}
+    ),
+    "group of a state dict": lambda optimizer, step: optimizer.load_state_dict(with_step(optimizer, group=step)),
+    "parameter of a state dict": lambda optimizer, step: optimizer.load_state_dict(with_step(optimizer, param=step)),
+}
+
+
+def with_step(optimizer: FusedOffloadAdam, **steps: Any) -> dict[str, Any]:
+    saved = copy.deepcopy(optimizer.state_dict())
+    for entry in saved["state"].values():
+        for value in entry.values():
+            value.fill_(0.5)
+    if "group" in steps:
+        saved["param_groups"][1]["step"] = steps["group"]
+    else:
+        saved["state"][3]["step"] = steps["param"]
+    return saved
+
+
+@pytest.mark.parametrize("exp_avg_dtype", [torch.float32, torch.uint8])
+@pytest.mark.parametrize("step", BAD_STEPS, ids=str)
+def test_what_is_no_step_count(device: str, step: Any, exp_avg_dtype: torch.dtype) -> None:
+    optimizer, params = make(device, exp_avg_dtype=exp_avg_dtype)
+    give_grads(optimizer, params, 9)
+    for name, write in WAYS_OF_A_STEP.items():
+        if step is None and "state dict" in name:
+            continue  # as torch's own layout has none in a group
+        with unchanged(optimizer), pytest.raises(ValueError, match=r"Invalid step: .* a whole number from 0 to"):
+            write(optimizer, step)
+    optimizer.param_groups[1]["step"] = step  # nobody sees it until the step
+    before = [param.detach().clone() for param in params]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"Invalid step: .* a whole number from 0 to"):
+            optimizer.step()
+    assert all(torch.equal(param, values) for param, values in zip(params, before, strict=True))
+    assert optimizer.param_groups[0]["step"] == 3
+    optimizer.param_groups[1]["step"] = 3
+    optimizer.step()
+
+
+@pytest.mark.parametrize("exp_avg_dtype", [torch.float32, torch.uint8])
+@pytest.mark.parametrize("step", [0, 2**31, 2.0**31, torch.tensor(2.0**31), np.int64(2**31), np.float32(7), 2**24 + 1])
+def test_every_step_count_in_range_trains(device: str, step: Any, exp_avg_dtype: torch.dtype) -> None:
+    for write in WAYS_OF_A_STEP.values():
+        optimizer, params = make(device, exp_avg_dtype=exp_avg_dtype)
+        give_grads(optimizer, params, 9)
+        write(optimizer, step)
+        assert optimizer.param_groups[-1]["step"] == step
+        for group in optimizer.param_groups:
+            group["step"] = min(int(group["step"]), 2**31 - 1)
+        optimizer.step()
+        optimizer.synchronize()
+        assert all(param.isfinite().all() for param in params)
+
+
 def test_lr_may_be_set_later(device: str) -> None:
     """Schedules of some trainers fill it in; without that, the step says so."""
     param = param_of(torch.ones(3, device=device))
@@ -131,6 +238,17 @@ def test_lr_may_be_set_later(device: str) -> None:
         ({"capturable": True}, RuntimeError, "capturable"),
         ({"exp_avg_dtype": torch.int8}, RuntimeError, "exp_avg_dtype"),
         ({"exp_avg_sq_dtype": torch.float8_e4m3fn}, RuntimeError, "exp_avg_sq_dtype"),
+        *[
+            ({name: value}, TypeError, f"Invalid {name}: {value!r}, it should be a bool")
+            for name in ("amsgrad", "adam_w_mode", "capturable", "master_weights", "use_decoupled_grad")
+            for value in ("yes", None, 1)
+        ],
+        ({"store_param_remainders": "yes"}, TypeError, "Invalid store_param_remainders: 'yes'"),
+        *[
+            ({name: value}, TypeError, f"Invalid {name}: {value!r}, it should be a torch.dtype, such as torch.bfloat16")
+            for name in ("exp_avg_dtype", "exp_avg_sq_dtype", "master_weight_dtype")
+            for value in ("bf16", None)
+        ],
         ({"stochastic_rounding": 1}, TypeError, "stochastic_rounding"),
         ({"rounding_seed": 1.5}, TypeError, "rounding_seed"),
         ({"rounding_seed": -1}, ValueError, "rounding_seed"),
@@ -342,6 +460,21 @@ def test_bad_params(device: str, params: Callable[[], Any], error: type[Exceptio
         optimizer.add_param_group({"params": bad})
     assert len(optimizer.param_groups) == 2
     optimizer.step()
+
+
+@pytest.mark.parametrize("module", [nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))])
+def test_a_module_instead_of_its_parameters(module: nn.Module) -> None:
+    with pytest.raises(TypeError, match=r"the module \w+\. Pass its parameters: .*module\.parameters\(\)"):
+        FusedOffloadAdam(module)
+
+
+def test_state_of_what_is_no_parameter(device: str) -> None:
+    optimizer, _ = make(device)
+    with unchanged(optimizer):
+        with pytest.raises(TypeError, match="kept by parameter, but got 'name' as a key"):
+            optimizer.state["name"]
+        with pytest.raises(TypeError, match="kept by parameter, but got 'name' as a key"):
+            optimizer.state["name"] = {"exp_avg": torch.zeros(3)}
 
 
 def test_param_in_two_groups(device: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fused_offload.arguments import check_hyperparameters
+from fused_offload.arguments import check_hyperparameters, checked_step
 from fused_offload.checkpoint import check_settings, merged_group, pack
 from fused_offload.dcp_calls import Wanted
 from fused_offload.dtensors import local_of
@@ -169,7 +169,7 @@ class MegatronAdam(FusedOffloadAdam):
         loaded = []
         for index, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
             check_settings(saved, index, bool(self.adam_w_mode))
-            step = int(saved["step"]) if "step" in saved else None
+            step = checked_step(saved["step"]) if "step" in saved else None
             loaded.append({**group, **merged_group(_without_hybrid_settings(saved), group, step)})
             check_hyperparameters(loaded[-1])
         self.param_groups = loaded
