@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO
 
 from . import quantities
 from .config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, LEAST_DEFAULT_CHUNK_BYTES, MIB, OffloadConfig
@@ -57,7 +57,17 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2."""
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {quantities.printable(message)} (see {self.prog} --help)\n")
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Without argparse's ``except OSError: pass``: help that cannot be written is an error."""
+        (file or sys.stderr).write(message)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """Without the ``--`` of ``--option=--``, which argparse of Python 3.11 drops and then looks for."""
+        if action.option_strings and arg_strings == ["--"]:
+            raise argparse.ArgumentError(action, "expected one argument")
+        return super()._get_values(action, arg_strings)  # type: ignore[misc]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -76,28 +86,47 @@ def main(arguments: Sequence[str] | None = None) -> int:
         elif hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a name that the terminal has no letters for is no failure
     parser, commands = _build_parser()
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        commands[options.command].error(f"unrecognized arguments: {' '.join(map(quantities.printable, unknown))}")
+    program = parser.prog
     try:
-        code = _run(options)
-        sys.stdout.flush()
+        try:
+            options, unknown = parser.parse_known_args(arguments)
+            program = commands[options.command].prog
+            if unknown:
+                commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+            return _run(options)
+        finally:
+            sys.stdout.flush()  # Python's own attempt, at exit, would end in other words and exit code 120
     except BrokenPipeError:  # whoever reads has enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (ValueError, OSError) as error:
-        print(f"fused-offload {options.command}: error: {_in_one_line(error)}", file=sys.stderr)
-        return 2
+        _discard(sys.stdout)
+        return _end(1)
+    except (ValueError, OSError, MemoryError) as error:
+        return _end(2, f"{program}: error: {_in_one_line(error)}")
     except KeyboardInterrupt:
-        print(f"fused-offload {options.command}: interrupted", file=sys.stderr)
-        return 130
+        return _end(130, f"{program}: interrupted")
+
+
+def _end(code: int, line: str = "") -> int:
+    """Says a last line where that is possible; returns the exit code."""
+    for stream, text in ((sys.stdout, ""), (sys.stderr, line and f"{line}\n")):
+        try:
+            stream.write(text)
+            stream.flush()
+        except OSError:
+            _discard(stream)
     return code
+
+
+def _discard(stream: TextIO) -> None:
+    """Sends what a stream holds, and could not write, to nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def _in_one_line(error: Exception) -> str:
     """What an error says: torch's have several lines, and some say nothing."""
     lines = (line.strip() for line in str(error).splitlines())
-    return " ".join(line for line in lines if line) or type(error).__name__
+    return quantities.printable(" ".join(line for line in lines if line) or type(error).__name__)
 
 
 def _run(options: argparse.Namespace) -> int:

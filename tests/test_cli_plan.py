@@ -312,6 +312,61 @@ def test_gradients_are_as_wide_as_parameters(capsys: pytest.CaptureFixture[str])
     assert plan(capsys, "--params", "1e9", "--grad-dtype", "fp32")["gpu_bytes"]["grads"] == 4 * 10**9
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("arguments", "out", "err", "code", "words"),
+    [
+        (["--help"], "/dev/full", None, 2, "fused-offload: error: .* No space left on device"),
+        (["--version"], "/dev/full", None, 2, "fused-offload: error: .* No space left on device"),
+        (["plan", "--help"], "/dev/full", None, 2, "fused-offload: error: .* No space left on device"),
+        (["plan", "--help"], "a closed pipe", None, 1, ""),
+        (["plan", "--help"], "/dev/full", "/dev/full", 2, ""),
+        (["plan", "--no-such"], None, "/dev/full", 2, ""),
+        (["plan", "--no-such"], None, "a closed pipe", 1, ""),
+        (["plan", "--no-such"], "/dev/full", None, 2, "unrecognized arguments"),
+    ],
+)
+def test_what_cannot_be_written_is_told_in_one_line(
+    arguments: list[str], out: str | None, err: str | None, code: int, words: str, unbuffered: str
+) -> None:
+    """Python's own words, at exit, would be two lines and exit code 120."""
+
+    def opened(name: str | None) -> Any:
+        if name == "a closed pipe":
+            reading, writing = os.pipe()
+            os.close(reading)
+            return writing
+        return subprocess.PIPE if name is None else os.open(name, os.O_WRONLY)
+
+    streams = opened(out), opened(err)
+    process = subprocess.run(
+        [sys.executable, "-m", "fused_offload.cli", *arguments],
+        stdout=streams[0],
+        stderr=streams[1],
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
+    for number in streams:
+        if number != subprocess.PIPE:
+            os.close(number)
+    assert process.returncode == code
+    if err is None:
+        assert re.search(words, process.stderr)
+        assert process.stderr.count("\n") == (1 if words else 0)
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_a_plan_that_cannot_be_written(
+    more: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["plan", "--params", "1B", *more]) == 2
+        monkeypatch.undo()
+    assert "No space left on device" in only_error(capsys)
+
+
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_streams_may_be_closed(stream: str) -> None:
     """Nothing is written to the other one, and nothing fails."""
@@ -465,6 +520,9 @@ def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--params", "0.5"], "whole number of at least 1"),
         (["plan", "--params", "13000000.5"], "whole number of at least 1"),
         (["plan", "--config", "missing\nfile.json"], r"missing\nfile.json"),
+        (["plan", "--params=--"], "argument --params: expected one argument (see"),
+        (["plan", "--params", "1", "--config=--"], "argument --config: expected one argument (see"),
+        (["plan", "--config", "a\x1b[2Jb"], r"a\x1b[2Jb' cannot be read"),
         (["plan", "a\nb", "--params", "1"], r"arguments: a\nb (see"),
         (["plan", "--params", "1e9", "--gpu-memory", "80e9"], "plain numbers are GB"),
         (["plan", "--params", "1e9", "--gpu-memory", "80 cores"], "80GiB"),
@@ -517,6 +575,9 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], arguments: list
         ("[" * 100_000, "not JSON"),
         ("[]", "JSON object"),
         ("{", "not JSON"),
+        (f'{{"model_type": "{"x" * 10**6}"}}', "x is not known"),
+        (f'{{"model_type": "gpt2", "n_embd": {[1] * 10**6}, "n_layer": 1, "vocab_size": 3}}', "n_embd is [1, 1"),
+        (f'{{"model_type": "gpt2", "n_embd": {"1" * 5_000}, "n_layer": 1, "vocab_size": 3}}', "not JSON"),
     ],
 )
 def test_configurations_that_cannot_be_counted(
@@ -525,7 +586,9 @@ def test_configurations_that_cannot_be_counted(
     path = tmp_path / "config.json"
     path.write_text(text)
     assert main(["plan", "--config", str(path)]) == 2
-    assert words in capsys.readouterr().err
+    error = only_error(capsys)
+    assert words in error
+    assert len(error) < 500
 
 
 def test_a_configuration_is_a_file(
@@ -533,11 +596,14 @@ def test_a_configuration_is_a_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model").mkdir()
+    with (tmp_path / "huge.json").open("wb") as huge:
+        huge.truncate(40 * 10**9)
     for path, words in (
         ("model", "'model' cannot be read: it is a folder; give 'model/config.json'"),
         (os.devnull, "it is a device; give a file"),
         ("meta-llama/Llama-3.1-8B", "give a config.json on this machine, not a name on the hub"),
         ("model/config.json", "'model/config.json' cannot be read: No such file"),
+        ("huge.json", "'huge.json' cannot be read: it is larger than 16 MiB; give a config.json"),
     ):
         assert main(["plan", "--config", path]) == 2
         assert words in only_error(capsys)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fused_offload.config import MIB
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
@@ -88,6 +90,7 @@ MEGATRON_SIZES = ("layers", "hidden", "ffn", "heads", "vocab")
 """Sizes that describe a `Decoder` on the command line; the others have defaults."""
 
 _MOST_LAYERS = 10**5
+_MOST_BYTES = 16 * MIB
 
 LLAMA_LIKE = ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Values of ``model_type`` that are counted as a `Decoder`."""
@@ -104,7 +107,7 @@ def count_config(path: Path) -> int:
     """
     try:
         _check_file(path)
-        config = json.loads(path.read_text(encoding="utf-8-sig"))
+        config = json.loads(_read(path))
     except OSError as error:
         raise ValueError(f"{str(path)!r} cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -124,7 +127,15 @@ def count_config(path: Path) -> int:
     known = ", ".join(("gpt2", *LLAMA_LIKE))
     if kind is None:
         raise ValueError(f"{path} has no model_type (known: {known}); give the count with --params")
-    raise ValueError(f"{path}: model_type {kind!r} is not known (known: {known}); give the count with --params")
+    raise ValueError(f"{path}: model_type {kind!r:.100} is not known (known: {known}); give the count with --params")
+
+
+def _read(path: Path) -> str:
+    with path.open("rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    if len(content) > _MOST_BYTES:
+        raise OSError(errno.EFBIG, f"it is larger than {_MOST_BYTES // MIB} MiB; give a config.json")
+    return content.decode("utf-8-sig")
 
 
 def _check_file(path: Path) -> None:
@@ -144,7 +155,7 @@ def _whole(config: Mapping[str, Any], key: str, *default: int, least: int = 1, m
     if value is None and default:
         return default[0]
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{key} is {value!r}, it should be a whole number from {least} to {most:,}")
+        raise ValueError(f"{key} is {value!r:.100}, it should be a whole number from {least} to {most:,}")
     return value
 
 
@@ -154,7 +165,7 @@ def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise ValueError(f"{key} is {value!r}, it should be true or false")
+        raise ValueError(f"{key} is {value!r:.100}, it should be true or false")
     return value
 
 
@@ -224,6 +235,6 @@ def _kv_heads(config: Mapping[str, Any], heads: int) -> int:
 def _dense_layers(config: Mapping[str, Any]) -> int:
     dense, every = config.get("mlp_only_layers") or [], _whole(config, "decoder_sparse_step", 1)
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise ValueError(f"mlp_only_layers is {dense!r}, it should be a list of whole numbers")
+        raise ValueError(f"mlp_only_layers is {dense!r:.100}, it should be a list of whole numbers")
     dense = set(dense)
     return sum(layer in dense or (layer + 1) % every != 0 for layer in range(config["num_hidden_layers"]))
