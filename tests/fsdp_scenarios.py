@@ -344,7 +344,7 @@ def cpu_offload_policy() -> None:
         runs += [model, optimizer]
     same_training(*runs)
     # On a mesh of CPUs the policy moves nothing; a mesh of GPUs makes the same parameters offloaded ones.
-    mesh = DeviceMesh("cuda", list(range(dist.get_world_size())), _init_backend=False, _rank=dist.get_rank())
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
     params = list(model.parameters())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -785,7 +785,7 @@ def steps_in_backward_are_refused() -> None:
     optimizer = FusedOffloadAdam(model.parameters())
     replicas = torch.nn.parallel.DistributedDataParallel(model)
     refused(RuntimeError, "DistributedDataParallel reduces gradients", optimizer.step_in_backward, replicas)
-    mesh = DeviceMesh("cuda", list(range(dist.get_world_size())), _init_backend=False, _rank=dist.get_rank())
+    mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
     model = gpt(offload_policy=CPUOffloadPolicy(pin_memory=False))
     for param in model.parameters():
         param._spec = copy.copy(param._spec)

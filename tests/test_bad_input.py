@@ -325,7 +325,8 @@ def test_rounding_that_would_do_nothing(device: str) -> None:
     with pytest.warns(UserWarning, match="stochastic_rounding=True changes nothing") as caught:
         FusedOffloadAdam(params, stochastic_rounding=True, exp_avg_sq_dtype=torch.float16)
     assert caught[0].filename == __file__
-    with warnings.catch_warnings(action="error"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         FusedOffloadAdam(params, stochastic_rounding=True, exp_avg_sq_dtype=torch.bfloat16)
 
 

@@ -45,7 +45,8 @@ def test_tiny_demo_end_to_end(tmp_path: Path) -> None:
     first_run, second_run, resumed = losses[:4], losses[4:8], losses[8:]
     assert first_run == second_run
     assert resumed == first_run[2:]
-    assert first_run[-1] < first_run[0] - 0.3
+    # By 0.27 to 0.51 with Python 3.10 to 3.13: the text is the standard library's own source.
+    assert first_run[-1] < first_run[0] - 0.1
     # 4 bytes each of exp_avg, exp_avg_sq and master_param, plus the padding of small tensors.
     host_bytes = float(re.findall(r"per parameter +│ +([0-9.]+)", output)[0])
     assert 12 <= host_bytes < 12.5

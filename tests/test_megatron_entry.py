@@ -217,8 +217,14 @@ class Environment:
         self.directory = directory
         self.python = str(directory / "bin" / "python")
         [self.site] = directory.glob("lib/python*/site-packages")
-        folders = [entry for entry in sys.path if entry.endswith("-packages")]
-        (self.site / "zz_borrowed.pth").write_text("\n".join(folders) + "\n")
+        folders = []
+        for number, entry in enumerate(entry for entry in sys.path if entry.endswith("-packages")):
+            folders.append(directory / "borrowed" / str(number))
+            folders[-1].mkdir(parents=True)
+            for path in Path(entry).iterdir():
+                if "fused_offload" not in path.name:  # the project's own files, editable or not
+                    (folders[-1] / path.name).symlink_to(path)
+        (self.site / "zz_borrowed.pth").write_text("".join(f"{folder}\n" for folder in folders))
         self._borrowed = self.names()
 
     def names(self) -> set[str]:
