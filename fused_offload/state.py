@@ -98,7 +98,7 @@ class StateEntry(dict[str, torch.Tensor]):
     def _view(self, key: str, form: Form) -> torch.Tensor:
         if self.extent is None:
             return torch.empty(self.shape, dtype=form.dtype, device="cpu")  # no elements, but where the others are
-        return self.shaped(self.stored(key).data)
+        return self.shaped(self.extent.view(key, self.start, self.shape.numel()))
 
     def shaped(self, values: torch.Tensor) -> torch.Tensor:
         """``[numel]`` values in the order of the storage, seen as the parameter's."""
@@ -149,15 +149,15 @@ class StateEntry(dict[str, torch.Tensor]):
         if self.extent is None:
             return
         for key in self:
-            view, home = super().__getitem__(key), self._view(key, self.form(key))
+            view = super().__getitem__(key)
             distributed = self._distributed.get(key)
             if distributed is not None and distributed._local_tensor is not view:
                 self[key] = distributed._local_tensor
                 distributed._local_tensor = view
-            if view.device == home.device and view.data_ptr() == home.data_ptr():
+            if view.data_ptr() == self.extent.address_of(key, self.start):
                 continue
             check_value(self, key, view, raw=True)
-            super().__setitem__(key, home)
+            super().__setitem__(key, self._view(key, self.form(key)))
             self[key] = view
         self._follow_param()
 

@@ -124,18 +124,8 @@ def slot_bytes(layout: Layout, extent_numel: int, chunk_bytes: int) -> int:
     return block_place(layout, min(extent_numel, chunk_numel(chunk_bytes, layout.block_bytes))).nbytes
 
 
-def _with_own_storage(memory: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Bytes of ``memory`` as a tensor whose torch storage is these bytes only; the memory lives as long as either."""
-    storage = memory.untyped_storage()[start:stop]
-    return torch.empty(0, dtype=torch.uint8, device=memory.device).set_(storage)
-
-
 class Extent:
     """Consecutive state of parameters of one layout, zero-filled at first.
-
-    All keys share one block of memory, but each has a torch storage of its own: `torch.save` refuses tensors of several
-    dtypes in one storage. Every array is a bit smaller than its storage, also that of a single parameter: checkpoint
-    writers keep references to CPU tensors that fill their storage, and clone others.
 
     Attributes:
         layout: what its parameters have in common.
@@ -169,35 +159,35 @@ class Extent:
                 if self.slab is None
                 else self.slab.bytes
             )
-        self.stored = {key: self._arrays(key) for key in place.spans}
-
-    def _arrays(self, key: str) -> Stored:
-        start, stop = self.place.spans[key]
-        with torch.inference_mode(False):
-            return self.place.stored(key, _with_own_storage(self._memory, start, stop))
+            self.stored = place.carve(self._memory)
 
     @property
     def is_pinned(self) -> bool:
         """Whether its host memory is page-locked now."""
         return self.slab is not None and self.slab.pinned
 
-    def is_moved(self) -> bool:
-        """Whether some array's torch storage was moved as a whole."""
-        base = self._memory.data_ptr()
-        return any(stored.data.data_ptr() != base + self.place.data[key] for key, stored in self.stored.items())
+    def view(self, key: str, start: int, numel: int) -> torch.Tensor:
+        """``[numel]`` stored elements of one key, as a tensor with a torch storage of its own.
 
-    def rehome(self) -> None:
-        """Takes arrays back whose torch storage was moved as a whole.
+        Saving, pickling or copying a tensor takes its whole storage. This one is a single element longer than the
+        view: checkpoint writers keep references to CPU tensors that fill their storage, and clone others.
 
-        Sending a view to another process moves its storage into shared memory.
+        Args:
+            key: state key.
+            start: first element.
+            numel: elements, at least one.
         """
-        for key, moved in self.stored.items():
-            if moved.data.data_ptr() != self._memory.data_ptr() + self.place.data[key]:
-                home = self._arrays(key)
-                home.data.copy_(moved.data)
-                if home.scale is not None and moved.scale is not None:
-                    home.scale.copy_(moved.scale)
-                self.stored[key] = home
+        form = self.layout.forms[key]
+        first = self.place.data[key] + start * form.element_bytes
+        with torch.inference_mode(False):  # as for the slab's memory
+            storage = self._memory.untyped_storage()[first : first + (numel + 1) * form.element_bytes]
+            empty = torch.empty(0, dtype=form.dtype, device=self._memory.device)
+            return empty.set_(storage, 0, (numel,), (1,))
+
+    def address_of(self, key: str, start: int) -> int:
+        """Address of one stored element of a key, in bytes."""
+        data = self.stored[key].data
+        return data.data_ptr() + start * data.itemsize
 
     def narrow(self, key: str, start: int, numel: int) -> Stored:
         """One key's elements ``[start, start + numel)``; ``start`` is a multiple of `ALIGNMENT`."""

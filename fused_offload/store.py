@@ -198,11 +198,6 @@ class StateStore:
 
     def rehome(self) -> None:
         """Takes back values whose views were pointed elsewhere by a caller."""
-        extents = self.extents()
-        if any(extent.is_moved() for extent in extents):
-            self._hooks.wait()
-        for extent in extents:
-            extent.rehome()
         for entry in self.state.values():
             if entry.bound:
                 entry.rehome()

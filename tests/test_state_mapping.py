@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,7 +13,7 @@ import pytest
 import torch
 from helpers import unchanged
 
-from fused_offload import FusedOffloadAdam
+from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.forms import FP32, join_remainder
 from fused_offload.mapping import StateMapping
 from fused_offload.state import StateEntry, StateHooks
@@ -217,6 +218,27 @@ def test_deep_copies_and_pickles_take_what_they_hold(device: torch.device) -> No
     entry = optimizer.state[params[0]]
     assert copy.deepcopy(entry)["exp_avg"].untyped_storage().nbytes() == 4000
     assert len(pickle.dumps(entry)) < 10_000
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+@each_form
+def test_a_value_by_itself_takes_its_own_bytes(device: torch.device, form: str, fraction: float) -> None:
+    """In files, pickles and copies, also where it is one of many that lie together."""
+    params = [torch.nn.Parameter(torch.randn(1024, device=device).bfloat16()) for _ in range(20)]
+    optimizer = FusedOffloadAdam(params, **FORMS[form], offload=OffloadConfig(fraction=fraction))
+    train(optimizer, params, range(1))
+    for state in (optimizer.state_dict()["state"], dict(enumerate(optimizer.state.values()))):
+        for value in state[3].values():
+            buffer = io.BytesIO()
+            torch.save(value, buffer)
+            assert buffer.tell() < value.nbytes + 2000
+            assert len(pickle.dumps(value)) < value.nbytes + 2000
+            copied = copy.deepcopy(value)
+            assert copied.untyped_storage().nbytes() <= value.nbytes + value.itemsize
+            assert_same_bits(copied, value)
+    for entry in optimizer.state.values():  # writers that keep what fills its storage copy these
+        for view in entry.peek_all():
+            assert view.untyped_storage().nbytes() == view.nbytes + view.itemsize
 
 
 def test_a_deep_copy_keeps_what_is_shared_shared(device: torch.device) -> None:
@@ -1003,24 +1025,24 @@ def test_reloading_keeps_unset_masters_unset(device: torch.device) -> None:
         assert_same_bits(param, weight)
 
 
-def test_storage_that_was_moved_as_a_whole_comes_home(device: torch.device) -> None:
-    """Sending a view to another process moves its storage into shared memory; the next step must not lose it."""
-    moved, reference = (torch.nn.Parameter(torch.ones(300, device=device)) for _ in range(2))
-    optimizers = [FusedOffloadAdam([param], lr=0.1) for param in (moved, reference)]
-    for step in range(3):
-        for param in (moved, reference):
-            param.grad = torch.full_like(param, 0.5 + step)
-        for optimizer in optimizers:
-            optimizer.step()
-        if step == 0:
-            view = optimizers[0].state[moved]["exp_avg"]
-            address = view.data_ptr()
-            view.share_memory_()
-            assert view.data_ptr() != address
-    assert torch.equal(moved, reference)
-    for key in ("exp_avg", "exp_avg_sq"):
-        assert torch.equal(optimizers[0].state[moved][key], optimizers[1].state[reference][key])
-    assert optimizers[0].state[moved]["exp_avg"].data_ptr() == address
+@each_form
+def test_storage_that_was_moved_as_a_whole_comes_home(device: torch.device, form: str) -> None:
+    """Sending a view to another process moves its storage into shared memory; steps lose neither it nor its scales."""
+    params, optimizer = make(device, form)
+    twins, reference = make(device, form)
+    views = list(optimizer.state[params[1]].values())
+    addresses = [view.data_ptr() for view in views]
+    for view in views:
+        view.share_memory_()
+    if torch.device("cpu") in {view.device for view in views}:
+        assert all(view.data_ptr() != address for view, address in zip(views, addresses, strict=True))
+    if form != "uint8":  # whose elements are no numbers
+        for entry in (optimizer.state[params[1]], reference.state[twins[1]]):
+            entry["exp_avg"].mul_(0.5)
+    train(optimizer, params, range(2, 3))
+    train(reference, twins, range(2, 3))
+    assert [view.data_ptr() for view in optimizer.state[params[1]].values()] == addresses
+    assert_same_training(optimizer, params, reference, twins)
 
 
 def test_views_that_require_no_gradient_are_not_frozen(device: torch.device) -> None:
