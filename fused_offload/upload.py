@@ -24,10 +24,10 @@ class UploadBuffer:
         self._slab: PinnedSlab | None = None
         self._sent: list[Any] = [None] * _HALVES
         self._turn = 0
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._table: AddressTable | None = None  # keeps the id below from being reused
         self._holds = (0, -1)
-        self._rows = torch.empty(0, dtype=torch.int64)
+        self._rows = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def send(
         self,

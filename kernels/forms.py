@@ -187,7 +187,7 @@ def _encode_root8(rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[t
     low = _root8_units(below)
     step = _root8_units(below + 1) - low
     # In 2^16 parts, so that a decoded value is exactly its own code again, whatever the threshold.
-    parts = torch.as_tensor((_MASK32 - thresholds) >> 16).to(torch.float32) + 0.5
+    parts = torch.as_tensor((_MASK32 - thresholds) >> 16, device=rows.device).to(torch.float32) + 0.5
     code = below + ((quotient - low) * 65536.0 >= parts * step)
     code = torch.where(rows < 0, -code, code)
     return torch.where(finite, code & 0xFF, _ROOT8_NAN).to(torch.uint8), scale

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import gc
 import inspect
@@ -13,6 +14,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import helpers
@@ -20,10 +22,23 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from helpers import FormsCase, Oracle, assert_same_bits, bits, no_host_sync, param_of, randn, snapshot, unchanged
+from helpers import (
+    DTYPES,
+    FormsCase,
+    Oracle,
+    assert_same_bits,
+    bits,
+    no_host_sync,
+    param_of,
+    randn,
+    snapshot,
+    unchanged,
+)
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.utils._device import _device_constructors
 
+import fused_offload.kernels
 import fused_offload.store
 import fused_offload.updates
 from fused_offload import FusedOffloadAdam, OffloadConfig
@@ -1057,17 +1072,25 @@ def test_default_dtype_does_not_matter(device: str) -> None:
     oracle.check(optimizer, param, "float64 default:")
 
 
-def test_default_device_does_not_matter(device: str) -> None:
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
+def test_default_device_does_not_matter(device: str, dtype: torch.dtype) -> None:
     """Models are often built under ``torch.device("meta")``, optimizers sometimes along with them."""
-    optimizer, params = make(device)
+    forms = FormsCase(dtype, dtype)
+    optimizer, params = make(device, **forms.arguments())
     give_grads(params, 0)
     with torch.device("meta"):
         optimizer.step()
         state_dict = optimizer.state_dict()
         torch_state_dict = optimizer.torch_state_dict()
-    oracle = Oracle(param_of(randn((6, 5), 0)), FP32)
+    oracle = Oracle(param_of(randn((6, 5), 0)), forms)
     oracle.step(params[0].grad, optimizer.param_groups[0], 1)
     oracle.check(optimizer, params[0], "meta default:")
+    with torch.device("meta"):
+        optimizer.load_state_dict(state_dict)
+        optimizer.set_scaled_state(params[0], "exp_avg", torch.ones(params[0].shape, device="cpu"))
+        optimizer.state[params[0]]["exp_avg_sq"] = torch.ones(params[0].shape, device="cpu")
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert optimizer.get_unscaled_state(params[0], key).eq(1.0).all()
     assert state_dict["state"][0]["exp_avg"].device.type == "cpu"
     assert torch_state_dict["state"][0]["step"].item() == 1
 
@@ -1153,3 +1176,18 @@ def test_a_steady_step_asks_where_each_tensor_is_once(device: str, monkeypatch: 
             param.grad = torch.full((5,), float(step + 1), device=device)
         optimizer.step()
     assert asked == [50, 50] * 2
+
+
+def test_every_tensor_says_where_it_is() -> None:
+    """No function that obeys the default device is called without a device."""
+    factories = {function.__name__ for function in _device_constructors()}
+    calls, missing = 0, []
+    packages = (Path(fused_offload.__file__).parent, Path(fused_offload.kernels.__file__).parent)
+    for path in sorted({path for package in packages for path in package.rglob("*.py")}):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in factories}:
+                calls += 1
+                if not any(keyword.arg == "device" for keyword in node.keywords):
+                    missing.append(f"{path.name}:{node.lineno}: {ast.unparse(node)}")
+    assert missing == []
+    assert calls > 10

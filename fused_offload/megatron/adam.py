@@ -155,7 +155,7 @@ class MegatronAdam(FusedOffloadAdam):
             groups.append({**group, "params": list(range(position, stop))})
             position = stop
         steps = {int(group.get("step", 0)) for group in self.param_groups if group["params"]} or {0}
-        step = torch.tensor(float(max(steps)))
+        step = torch.tensor(float(max(steps)), device="cpu")
         state = {index: {"step": step.clone()} for index in range(max(1, position))} if self._only_groups else {}
         return {"state": state, "param_groups": groups}
 
