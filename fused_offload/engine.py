@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from .cpu_loop import run_chunk
 from .kernels.reference import AdamScalars, bias_correction
 from .phases import phase
 from .planner import StepPlan, extent_of
+from .staging import ENQUEUE_LOCK
 from .step_report import StepReport, combined, report_of
 from .storage import Layout
 from .updates import Updates
@@ -66,12 +66,12 @@ class Engine:
             launching: called when everything that can fail is done, right before the first change.
         """
         devices = sorted({extent_of(chunk).layout.device for chunk in plan.chunks} - {_CPU}, key=str)
-        with contextlib.ExitStack() as stack:
+        with ENQUEUE_LOCK:
             prepared = []
             for device in devices:
                 pipeline = self._pipeline(device)
-                stack.enter_context(pipeline.locked())
-                with phase("prepare"):
+                with torch.cuda.device(device), phase("prepare"):
+                    pipeline.queues.begin()
                     step = pipeline.prepare(
                         plan,
                         updates,
@@ -91,6 +91,7 @@ class Engine:
                     pipeline.run(step, self._steps)
                 # The next step, or the next part of this one, begins with the slot that was free first.
                 pipeline.queues.ring.rotate(sum(transfer is not None for transfer in step.plan.transfers))
+                pipeline.queues.end()
         cpu_chunks = plan.chunks_of(_CPU)
         grad_scale = amp.grad_scale_on_host() if cpu_chunks else None
         for chunk in cpu_chunks:
@@ -200,16 +201,20 @@ class Engine:
         return max((pipeline.skips.pending for pipeline in self.pipelines.values()), default=0)
 
     def wait_for_skips(self) -> None:
-        """Waits on the host until the outcome of every step is known; `learn_skips` takes them in."""
+        """Waits on the host until the outcome of every step is known; `known_skips` takes them in."""
         for pipeline in self.pipelines.values():
             pipeline.skips.wait()
 
-    def learn_skips(self) -> int:
-        """Skipped steps that the host learns of now, without waiting unless it is far ahead.
+    def known_skips(self) -> int:
+        """Number of skipped steps that the host knows of, without waiting unless it is far ahead.
 
         Devices only skip on their own where all parameters are on one.
         """
-        return max((pipeline.skips.learn(room=True) for pipeline in self.pipelines.values()), default=0)
+        return sum(pipeline.skips.learn(room=True) for pipeline in self.pipelines.values())
+
+    def last_was_skipped(self) -> bool:
+        """Whether the device skipped the last step of which the host knows the outcome."""
+        return any(pipeline.skips.last_was_skipped for pipeline in self.pipelines.values())
 
     def wait(self) -> None:
         """Waits on the host until all state is written back."""

@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +41,7 @@ class Stepping(Protocol):
 
     param_groups: list[dict[str, Any]]
 
-    def _step_part(self, grads: Mapping[int, torch.Tensor], part: int) -> None:
+    def _step_part(self, grads: Mapping[int, torch.Tensor], part: int, done: Callable[[], None]) -> None:
         """Updates the parameters with these gradients, by ``id``, as a part of the step that ``step`` completes."""
 
     def _end_parts(self) -> None:
@@ -210,21 +210,25 @@ class BackwardSteps:
         if optimizer is None or grad is None:
             return
         with self._lock, torch.no_grad():
-            param.grad = self._stand_in(param)
             if id(param) in self._arrived:
+                param.grad = self._stand_in(param)
                 raise RuntimeError(_GONE)
-            self._arrived[id(param)] = param
             device = local_of(grad).device
             # Kernels run in the queue that computed their gradients: it owns the memory that is freed behind them.
             queue = (device, optimizer._compute_queue(device))
             waiting = self._waiting.setdefault(queue, _Waiting())
             waiting.add(param, grad)
+            self._arrived[id(param)] = param
+            param.grad = self._stand_in(param)  # last: an interrupt must not lose the gradient
             if waiting.nbytes >= PART_BYTES:
                 self._check_settings(optimizer)
                 self._clip(list(waiting.grads.values()))
-                optimizer._step_part(waiting.grads, self._parts)
-                self._parts += 1
-                del self._waiting[queue]
+                optimizer._step_part(waiting.grads, self._parts, lambda: self._applied(queue))
+
+    def _applied(self, queue: Hashable) -> None:
+        """Forgets gradients that a part has applied."""
+        self._parts += 1
+        del self._waiting[queue]
 
     def _refuse_second_forward(self, module: torch.nn.Module, _: Any) -> None:
         if self._arrived and module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:

@@ -490,13 +490,16 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             self.rounding_seed,
         )
 
-    def _step_part(self, grads: Mapping[int, torch.Tensor], part: int) -> None:
-        """Updates the parameters with these gradients, by ``id``, as a part of the step that `step` completes."""
+    def _step_part(self, grads: Mapping[int, torch.Tensor], part: int, done: Callable[[], None]) -> None:
+        """Updates the parameters with these gradients, by ``id``, as a part of the step that `step` completes.
+
+        ``done`` is called as the last change of the part; a part that fails before it has failed half-way.
+        """
         self._check_usable()
         modes = self._step_modes()
         updates = self._stepper.observe(self.param_groups, modes, grads)
         self._stepper.engine.in_parts(True)
-        self._stepper.run(self.param_groups, updates, AmpInputs(), modes, self._params_with_state, part=part)
+        self._stepper.run(self.param_groups, updates, AmpInputs(), modes, self._params_with_state, part=part, done=done)
 
     def _end_parts(self) -> None:
         self._stepper.engine.in_parts(False)
@@ -772,8 +775,6 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
         Tensors taken from ``state`` stay readable.
         """
-        if self._closed:
-            return
         self.synchronize()
         if self._attachment is not None:
             self._attachment.detach()

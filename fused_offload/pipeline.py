@@ -36,6 +36,10 @@ they are done with it.
 streams are idle, and slabs wait for the device before they are unregistered. So slots need no ``record_stream``, and a
 steady step without a window allocates nothing.
 
+[Note: half a step] After an exception anywhere in a step the numbers of other optimizers stay right: the next user of
+the device's queues waits for all that is under way ([Note: interrupted runs] in `queues.py`). The optimizer itself is
+marked as failed from its first change to its last (`Stepper.run`), and takes no further step before state is loaded.
+
 [Note: grads are inputs] The kernel never writes a gradient.
 
 [Note: all or nothing] Whatever can fail (checks, the ring, the table's memory, compiling and loading) happens in
@@ -44,10 +48,9 @@ steady step without a window allocates nothing.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -72,7 +75,7 @@ from .schedule import (
     write_back_window,
 )
 from .skips import SkipCounter
-from .staging import Slot
+from .staging import ENQUEUE_LOCK, Slot
 from .step_report import Span, StepLog, StepMarks
 from .storage import Layout
 from .transfers import bytes_of
@@ -136,15 +139,16 @@ class Pipeline:
         Args:
             blocks: what to load, in order.
         """
-        with self.locked():
+        missing = [block for block in blocks if block not in self._window]
+        if not missing:
+            return
+        with ENQUEUE_LOCK, torch.cuda.device(self.queues.device):
+            self.queues.begin()
             ops = CudaOps(self.queues)
-            missing = [block for block in blocks if block not in self._window]
-            if not missing:
-                return
             ops.wait(ops.h2d, ops.record(ops.compute))  # the time that the device needs to get here is not its own
             began = ops.record(ops.h2d, timing=True)
             if not self._window:
-                self._prefetch_began = began
+                self._prefetch_began, self._prefetch_ended = began, None
             nbytes = 0
             for block in missing:
                 memory = self._window_memory(block.nbytes)
@@ -156,6 +160,7 @@ class Pipeline:
                 nbytes += loaded.nbytes
             self._prefetch_ended = ops.record(ops.h2d, timing=True)
             self._prefetched.append(Span((began,), self._prefetch_ended, nbytes))
+            self.queues.end()
 
     def in_parts(self, open_: bool) -> None:
         """Says that steps from now on share no state, or that they may again; see `WriteBacks.in_parts`.
@@ -190,12 +195,6 @@ class Pipeline:
         self._window.clear()
         self._prefetched.clear()
 
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Holds the ring and makes the device current for one step."""
-        with self.queues.ring.lock, torch.cuda.device(self.queues.device):
-            yield
-
     def reserve(self, extents: Sequence[tuple[Layout, int]]) -> None:
         """Takes the ring that steps are going to need.
 
@@ -207,8 +206,10 @@ class Pipeline:
         """
         need = ring_need(self._config, extents)
         if need is not None:
-            with self.locked():
+            with ENQUEUE_LOCK, torch.cuda.device(self.queues.device):
+                self.queues.begin()
                 self.queues.require(self, need)
+                self.queues.end()
 
     def prepare(
         self,
@@ -221,7 +222,7 @@ class Pipeline:
         grad_scale: torch.Tensor | None,
         found_inf: torch.Tensor | None,
     ) -> PreparedStep:
-        """Does everything of a step that can fail. The caller holds `locked` until `run`.
+        """Does everything of a step that can fail. The caller has begun a run of the queues, which ends behind `run`.
 
         Args:
             plan: the step's plan.
@@ -357,14 +358,14 @@ class Pipeline:
             step: the step, or a part of one.
             number: of the step, for its report.
         """
-        self._is_enqueueing = True  # and stays so if this raises: there are copies then that no event stands for
+        self._is_enqueueing = True  # and stays so if this raises
+        # Kernels write through raw addresses; autograd must still notice that saved parameters change.
+        torch.autograd.graph.increment_version(step.params)
         self.log.add(number, self._run(step))
         if step.found_inf is not None:
             ops = CudaOps(self.queues)
             self.skips.count(step.found_inf, lambda: ops.record(ops.compute))
             self._computed = ops.record(ops.compute)
-        # The kernel writes through raw addresses; autograd must still notice that saved parameters changed.
-        torch.autograd.graph.increment_version(step.params)
         self._is_enqueueing = False
 
     def _run(self, step: PreparedStep) -> StepMarks:
@@ -434,8 +435,9 @@ class Pipeline:
     def wait(self) -> None:
         """Drops the window, and waits on the host until all state of this optimizer is written back."""
         self.cancel_prefetch()
+        self.queues.settle()
         if self._is_enqueueing:  # a step failed half-way
-            torch.cuda.synchronize(self.queues.device)
+            self.skips.recount()
             self._is_enqueueing = False
         if self._write_backs.last is not None:
             self._write_backs.last.synchronize()  # [Note: host readers synchronise]

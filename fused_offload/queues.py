@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 
 from . import cuda_driver
-from .staging import RingNeed, Slot, StagingRing
+from .staging import ENQUEUE_LOCK, RingNeed, Slot, StagingRing
 from .transfers import Copy
 
 
@@ -40,6 +40,27 @@ class DeviceQueues:
         self.ring = StagingRing(device)
         self.h2d = torch.cuda.Stream(device)
         self.d2h = torch.cuda.Stream(device)
+        self._is_open = False
+
+    def begin(self) -> None:
+        """Opens a run of operations; the caller holds `ENQUEUE_LOCK` and calls `end` behind the last of them.
+
+        [Note: interrupted runs] An exception leaves the run open. Some operations then have no event that stands for
+        them, so the next run waits for the whole device first, whichever optimizer it belongs to.
+        """
+        if self._is_open:
+            torch.cuda.synchronize(self.device)
+        self._is_open = True
+
+    def end(self) -> None:
+        """Closes a run that is enqueued completely."""
+        self._is_open = False
+
+    def settle(self) -> None:
+        """Waits for what an interrupted run left under way."""
+        with ENQUEUE_LOCK:
+            self.begin()
+            self.end()
 
     def synchronize(self) -> None:
         """Waits on the host for all copies."""
@@ -58,7 +79,7 @@ class DeviceQueues:
 
     def release(self) -> None:
         """Gives the ring's memory back once no copy and no kernel uses it."""
-        with self.ring.lock:
+        with ENQUEUE_LOCK:
             torch.cuda.synchronize(self.device)  # [Note: lifetime]
             self.ring.release()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,22 +14,43 @@ MAX_PENDING = 64
 """Steps that the host may be ahead of the device before it waits: bounds the table of bias corrections."""
 
 
+class _Learned(NamedTuple):
+    """Outcomes that the host knows, in one value: an interrupt sees all of it or nothing.
+
+    Attributes:
+        steps: number of steps whose outcome is known.
+        skips: how many of them were skipped.
+        last_was_skipped: outcome of the last of them.
+    """
+
+    steps: int
+    skips: int
+    last_was_skipped: bool
+
+
 class SkipCounter:
     """Skipped steps of one optimizer on one device.
 
     The host counts the steps that it issued, the device those that it skipped; a step's true number is the difference.
-
-    Attributes:
-        known: skips that the host has learned of.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Takes no memory until a scaler is used."""
         self._device = device
         self._slab: PinnedSlab | None = None
-        self._pending: deque[tuple[Any, int]] = deque()
-        self._turn = 0
-        self.known = 0
+        self._pending: deque[tuple[int, Any]] = deque()  # number of a step, and the event behind its count
+        self._steps = 0
+        self._learned = _Learned(0, 0, False)
+
+    @property
+    def known(self) -> int:
+        """Skips that the host has learned of."""
+        return self._learned.skips
+
+    @property
+    def last_was_skipped(self) -> bool:
+        """Outcome of the last step that the host has learned of."""
+        return self._learned.last_was_skipped
 
     @property
     def pending(self) -> int:
@@ -58,10 +79,10 @@ class SkipCounter:
         skips = self.on_device()
         torch.ne(found_inf.view(1), 0, out=self._is_skip)
         skips.add_(self._is_skip)
-        cell = self._turn
-        self._turn = (self._turn + 1) % MAX_PENDING
+        cell = self._steps % MAX_PENDING
         self._cells[cell : cell + 1].copy_(skips, non_blocking=True)
-        self._pending.append((record(), cell))
+        self._pending.append((self._steps, record()))
+        self._steps += 1
 
     def learn(self, *, room: bool = False) -> int:
         """Takes in outcomes that have arrived.
@@ -70,20 +91,27 @@ class SkipCounter:
             room: wait for as many outcomes as it takes to issue one more step.
 
         Returns:
-            Skips that the host did not know of before.
+            Skips that the host knows of now.
         """
-        before = self.known
         while self._pending:
-            event, cell = self._pending[0]
+            step, event = self._pending[0]
             if room and len(self._pending) >= MAX_PENDING:
                 event.synchronize()
             elif not event.query():
                 break
-            self.known = int(self._cells[cell])
+            if step == self._learned.steps:  # else an interrupt came before it was dropped
+                skips = int(self._cells[step % MAX_PENDING])
+                self._learned = _Learned(step + 1, skips, skips > self.known)
             self._pending.popleft()
-        return self.known - before
+        return self.known
+
+    def recount(self) -> None:
+        """Takes over the device's own count, after a step that failed between counting and telling the host."""
+        if self._slab is not None:
+            self._learned = _Learned(self._steps, int(self._skips), False)
+        self._pending.clear()
 
     def wait(self) -> None:
         """Waits until every outcome has arrived; `learn` takes them in."""
         if self._pending:
-            self._pending[-1][0].synchronize()
+            self._pending[-1][1].synchronize()

@@ -10,6 +10,13 @@ import torch
 
 _SLOT_ALIGNMENT = 512  # bytes
 
+ENQUEUE_LOCK = threading.RLock()
+"""Held from a step's first enqueued operation to its last, and so by whoever uses a ring, on any device.
+
+Taken by ``with ENQUEUE_LOCK``, never inside a context manager written in Python: an interrupt between two of its
+bytecodes would leave the lock held.
+"""
+
 
 class RingNeed(NamedTuple):
     """What one optimizer needs of its device's ring.
@@ -50,14 +57,12 @@ class StagingRing:
     Attributes:
         device: where the slots are.
         slots: the slots, empty while nobody needs them.
-        lock: held by whoever has slots in use: from a step's first enqueued operation to its last.
     """
 
     def __init__(self, device: torch.device) -> None:
         """A ring without memory."""
         self.device = device
         self.slots: list[Slot] = []
-        self.lock = threading.RLock()
         self._needs: weakref.WeakKeyDictionary[Any, RingNeed] = weakref.WeakKeyDictionary()
 
     @property
@@ -84,7 +89,7 @@ class StagingRing:
     def grow(self, user: Any) -> None:
         """Allocates what is needed on the current stream, for which the copy streams then have to wait.
 
-        The caller holds the lock and has waited for all copies.
+        The caller holds `ENQUEUE_LOCK` and has waited for all copies.
 
         Args:
             user: whose need it is for; the need is forgotten if it cannot be met.
@@ -121,7 +126,7 @@ class StagingRing:
         )
 
     def rotate(self, used: int) -> None:
-        """Puts the slots that a step used last behind the others; the caller holds the lock.
+        """Puts the slots that a step used last behind the others; the caller holds `ENQUEUE_LOCK`.
 
         Args:
             used: chunks of the step.
@@ -131,5 +136,5 @@ class StagingRing:
             self.slots = self.slots[first:] + self.slots[:first]
 
     def release(self) -> None:
-        """Drops the memory; the caller holds the lock and has waited for all copies."""
+        """Drops the memory; the caller holds `ENQUEUE_LOCK` and has waited for all copies."""
         self.slots = []

@@ -63,7 +63,8 @@ class Stepper:
         self._entries_made_for = (-1, -1)
         self._misfits: dict[int, str] = {}
         self._prefetched_version = 0
-        self._unconfirmed: list[tuple[StateEntry, dict[str, Any]]] = []
+        self._unconfirmed: list[StateEntry] = []
+        self._counted_skips = 0
 
     def reconfigure(self, config: OffloadConfig) -> None:
         """Streams by another configuration from the next step on; what is offloaded and page-locked stays so.
@@ -75,6 +76,7 @@ class Stepper:
         self.engine.release()
         self.engine.close()
         self.engine, self.planner = Engine(config), Planner(config)
+        self._counted_skips = 0
         self._config = config
         self._part_planners.clear()
 
@@ -145,8 +147,11 @@ class Stepper:
         wanted: Callable[[], list[torch.Tensor]],
         *,
         part: int | None = None,
+        done: Callable[[], None] | None = None,
     ) -> None:
         """Enqueues a step and counts it.
+
+        From the first change to the last `failure` is set, so an interrupt between any two of them is noticed.
 
         Args:
             param_groups: the optimizer's groups; ``step`` is updated.
@@ -155,9 +160,12 @@ class Stepper:
             modes: how the step works.
             wanted: parameters that get state, asked for only when something changed.
             part: which part of a step this is, if it is not the last one. Only the last one counts the step.
+            done: called as the last change.
         """
-        if amp.found_inf is None:
-            self.engine.wait_for_skips()  # without a signal, the kernel takes its step's number from the host
+        if amp.found_inf is None or self._unconfirmed:
+            # Without a signal, the kernel takes its step's number from the host. Behind a first step, the host decides
+            # whether the parameter is still the master, which a rounded copy may differ from.
+            self.engine.wait_for_skips()
         self.take_in_skips(param_groups)
         entries = self._ready_entries(updates, wanted)
         if self.engine.window() and self._store.views_version() != self._prefetched_version:
@@ -172,27 +180,26 @@ class Stepper:
             corrected = bool(group.get("bias_correction", modes.bias_correction))
             scalars[index] = _scalars(group, step, modes, corrected=corrected)
             corrections[index] = step_corrections(group, step, pending, corrected=corrected)
-        launched = False
 
         def launching() -> None:
-            nonlocal launched
-            launched = True
+            self.failure = "it was interrupted"  # from the first change to the last
             if part is None:
                 for group, step in zip(param_groups, steps, strict=True):
                     group["step"] = step
 
         try:
             self.engine.run(plan, updates, scalars, corrections, amp, numerics=modes.numerics, launching=launching)
+            for entry in plan.initial:
+                entry.mark_set()
+            if amp.found_inf is not None and amp.found_inf.device.type != "cpu":
+                self._unconfirmed += plan.initial
+            if done is not None:
+                done()
+            self.failure = None
         except BaseException as error:
-            if launched:
+            if self.failure is not None:
                 self.failure = f"{type(error).__name__}: {error}"
             raise
-        for entry in plan.initial:
-            entry.mark_set()
-        if plan.initial and amp.found_inf is not None and amp.found_inf.device.type != "cpu":
-            params = self._watch.params
-            group_of = {id(params[place]): self._watch.groups[place] for place in updates.positions}
-            self._unconfirmed += [(entry, param_groups[group_of[id(entry.param)]]) for entry in plan.initial]
 
     def _part_planner(self, part: int) -> Planner:
         """Plans of each part are kept apart: a step has more parts than one planner keeps plans."""
@@ -255,13 +262,17 @@ class Stepper:
 
     def take_in_skips(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Corrects step counts by the skips that the host has learned of."""
-        skipped = self.engine.learn_skips()
-        if skipped:
+        known = self.engine.known_skips()
+        if known > self._counted_skips:
+            before, self.failure = self.failure, self.failure or "step counts were being corrected"
             for group in param_groups:
-                group["step"] = max(0, int(group.get("step", 0)) - skipped)
+                group["step"] = max(0, int(group.get("step", 0)) - (known - self._counted_skips))
+            self._counted_skips = known
+            self.failure = before
         if self._unconfirmed and not self.engine.pending_skips():
-            for entry, group in self._unconfirmed:
-                if group["step"] == 0:  # no step was taken yet, so the parameter is still the master
+            # Every step after a first one waits for its outcome, so the first one is the last that is known.
+            if self.engine.last_was_skipped():
+                for entry in self._unconfirmed:
                     entry.forget_initial_state()
             self._unconfirmed.clear()
 

@@ -59,6 +59,32 @@ def test_loading_waits_for_the_copies_of_a_failed_step(monkeypatch: pytest.Monke
     optimizer.close()
 
 
+def test_another_optimizer_waits_for_what_a_failed_step_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies and kernels may be under way that no event stands for, in the ring that both share."""
+    failing, other = (
+        FusedOffloadAdam([torch.nn.Parameter(torch.zeros(1024))], offload=OffloadConfig(chunk_bytes=1024))
+        for _ in range(2)
+    )
+    for optimizer in (failing, other):
+        optimizer.param_groups[0]["params"][0].grad = torch.ones(1024)
+        optimizer.step()
+    waits: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
+    with monkeypatch.context() as patched:
+        patched.setattr(adam, "adam_step_", fail_to_launch)
+        with pytest.raises(LaunchError):
+            failing.step()
+    assert waits == []
+    other.step()
+    assert waits == [torch.device("cpu")]
+    other.step()
+    assert len(waits) == 1
+
+
+def fail_to_launch(*_: Any) -> None:
+    raise LaunchError
+
+
 @pytest.mark.parametrize("fails", ["empty", "PinnedSlab"])
 def test_a_table_that_found_no_memory_is_found_some_later(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was there before is used as long as it was, and not beyond its end."""

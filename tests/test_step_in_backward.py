@@ -160,7 +160,12 @@ def test_small_parameters_are_stepped_together(device: str, monkeypatch: pytest.
     optimizer = FusedOffloadAdam(model.parameters())
     optimizer.step_in_backward(model)
     parts = []
-    monkeypatch.setattr(optimizer, "_step_part", lambda grads, part: parts.append(len(grads)))
+
+    def step_part(grads: dict[int, torch.Tensor], part: int, done: Callable[[], None]) -> None:
+        parts.append(len(grads))
+        done()
+
+    monkeypatch.setattr(optimizer, "_step_part", step_part)
     sum(param.sum() for param in model).backward()
     assert parts == [100] * 5
 
