@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,7 +34,10 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
         return entry
 
     def __setitem__(self, param: torch.Tensor, value: Any) -> None:
-        """Moves an entry here, or copies the tensors of a plain dict into this parameter's storage."""
+        """Moves an entry here, or copies the tensors of a plain dict into this parameter's storage.
+
+        As with torch, the value takes the place of what was there: what a dict lacks starts over.
+        """
         if isinstance(value, StateEntry) and self._fits(value, param):
             value.param = param
             super().__setitem__(param, value)
@@ -41,8 +45,12 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
             return
         if isinstance(value, StateEntry):
             self[param].take_values(value)
-        else:
-            self[param].update(value)
+        elif not isinstance(value, Mapping):
+            raise TypeError(f"State of a parameter should be a dict of tensors, but got {type(value).__name__}")
+        elif value:
+            self[param].replace(value)
+        elif param in self:
+            del self[param]
 
     def _fits(self, entry: StateEntry, param: torch.Tensor) -> bool:
         if not entry.belongs_to(self._hooks):

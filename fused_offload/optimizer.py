@@ -180,6 +180,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         )
         self._store = StateStore(offload, self._hooks, self._forms_of)
         self._stepper = Stepper(offload, self._hooks, self._store)
+        self._steps_before_removal: dict[int, tuple[dict[str, Any], int]] = {}  # by the id of the group
         self._closed = False
         self._warned_cpu_shards = False
         self._attachment: Attachment | None = None
@@ -213,6 +214,12 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             state.update(value)  # first, so that a value that is refused takes nothing away
             for param in set(state) - set(value):
                 del state[param]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes over attributes as torch's optimizers do; ``state`` as by assignment to it."""
+        super().__setstate__({name: value for name, value in state.items() if name != "state"})
+        if "state" in state:
+            self.state = state["state"]
 
     def _forms_of(self, param: torch.Tensor) -> dict[str, Form]:
         entry = self.state[param] if param in self.state else None
@@ -315,6 +322,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             if any(param is other for other in group["params"]):
                 group["step"] = step
+                self._steps_before_removal.pop(id(group), None)
                 return
         raise KeyError("the parameter is in no group, so its step cannot be set")
 
@@ -324,9 +332,25 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self._stepper.wait(self.param_groups)
 
     def _forget_entries(self) -> None:
-        """Drops what steps remember of the state, which would keep the storage of removed entries alive."""
+        """Before entries are removed: drops what steps remember of them, which would keep their storage alive."""
         self._wait_for_state()
+        if not self._steps_before_removal:
+            with_state = [group for group in self.param_groups if group.get("step") and self._has_state(group)]
+            self._steps_before_removal = {id(group): (group, group["step"]) for group in with_state}
         self._stepper.forget_entries()
+
+    def _has_state(self, group: dict[str, Any]) -> bool:
+        return any(param in self.state and self.state[param].bound for param in group["params"])
+
+    def _restart_groups(self) -> None:
+        """Begins groups at step 0 again that have lost all of their state, unless the caller has set another step.
+
+        Not when it is removed: an entry that is taken out may be on its way to another parameter.
+        """
+        removed, self._steps_before_removal = self._steps_before_removal, {}
+        for group, step in removed.values():
+            if group.get("step") == step and not self._has_state(group):
+                group["step"] = 0
 
     def reload_model_params(self) -> None:
         """Takes over parameters that were changed behind the optimizer's back, such as loaded weights.
@@ -478,6 +502,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
     def _step_modes(self) -> StepModes:
         """How a step works now, once the groups are checked."""
+        self._restart_groups()
         for group in self.param_groups:
             check_hyperparameters(group, lr_required=True)
         check_numerics(self.numerics, ())
@@ -530,6 +555,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         if self._backward_steps is not None:
             self._backward_steps.check_closed()
         self._wait_for_state()
+        self._restart_groups()
         self._store.rehome()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
@@ -600,6 +626,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self._stepper.failure = "a load was interrupted"
         checkpoint.apply_load(plan, self.state)
         self.param_groups = plan.groups
+        self._steps_before_removal.clear()
         self._stepper.failure = None
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

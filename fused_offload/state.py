@@ -7,7 +7,7 @@ a caller keeps is ever adopted, so state stays where it is whatever is done to i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -411,6 +411,15 @@ class StateEntry(dict[str, torch.Tensor]):
         """Writes several keys."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
+
+    def replace(self, values: Mapping[str, Any]) -> None:
+        """Writes several keys; the others start over."""
+        self.update(values)
+        for key in self.keys() - values.keys():
+            if key == "master_param":
+                self.unset_master()
+            elif self.extent is not None:
+                self.stored(key).data.zero_()
 
     def __ior__(self, other: Any) -> StateEntry:  # type: ignore[override]
         """Writes several keys."""

@@ -696,18 +696,102 @@ def test_the_mapping_can_be_assigned(device: torch.device) -> None:
 # -- starting over ---------------------------------------------------------------------------------------------------
 
 
-@each_form
-def test_clear_starts_over(device: torch.device, form: str) -> None:
-    params, optimizer = make(device, form)
-    optimizer.state.clear()
-    assert len(optimizer.state) == 0
+RESETS: dict[str, Callable[[FusedOffloadAdam], Any]] = {
+    "clear": lambda optimizer: optimizer.state.clear(),
+    "pop": lambda optimizer: [optimizer.state.pop(param) for param in list(optimizer.state)],
+    "del": lambda optimizer: [optimizer.state.__delitem__(param) for param in list(optimizer.state)],
+    "popitem": lambda optimizer: [optimizer.state.popitem() for _ in list(optimizer.state)],
+    "assign": lambda optimizer: setattr(optimizer, "state", defaultdict(dict)),
+    "setstate": lambda optimizer: optimizer.__setstate__({"state": defaultdict(dict)}),
+    "setstate with groups": lambda optimizer: optimizer.__setstate__(
+        {"state": defaultdict(dict), "param_groups": optimizer.param_groups}
+    ),
+    "empty entries": lambda optimizer: [optimizer.state.__setitem__(param, {}) for param in list(optimizer.state)],
+    "assigned empty entries": lambda optimizer: setattr(optimizer, "state", {p: {} for p in optimizer.state}),
+}
+
+
+@pytest.mark.parametrize("form", ["fp32", "uint8"])
+@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize("reset", RESETS)
+def test_state_that_is_dropped_starts_over(device: torch.device, form: str, reset: str, saved: bool) -> None:
+    """With the step count of its group: the first update has the size of the first."""
+    params, optimizer = make(device, form, steps=5)
+    RESETS[reset](optimizer)
+    assert not any(entry for entry in optimizer.state.values())
     assert optimizer.state_dict()["state"] == {}
-    optimizer.param_groups[0]["step"] = 0
     twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
     fresh = FusedOffloadAdam(twins, **HYPERPARAMETERS, **FORMS[form])
+    if saved:
+        fresh.load_state_dict(optimizer.state_dict())
     train(optimizer, params, range(2))
     train(fresh, twins, range(2))
+    assert optimizer.param_groups[0]["step"] == 2
     assert_same_training(optimizer, params, fresh, twins)
+
+
+def test_only_groups_without_any_state_start_over(device: torch.device) -> None:
+    params = make_params(device, torch.float32)
+    groups = [{"params": params[:2]}, {"params": params[2:]}]
+    optimizer = FusedOffloadAdam(groups, **HYPERPARAMETERS)
+    train(optimizer, params, range(3))
+    optimizer.state.pop(params[0])
+    optimizer.state.pop(params[2])
+    train(optimizer, params, range(1))
+    assert [group["step"] for group in optimizer.param_groups] == [4, 1]
+
+
+@pytest.mark.parametrize("way", ["group", "entry"])
+def test_a_step_that_is_set_after_state_was_dropped_is_kept(device: torch.device, way: str) -> None:
+    params, optimizer = make(device, "fp32")
+    optimizer.state.clear()
+    if way == "group":
+        optimizer.param_groups[0]["step"] = 7
+    else:
+        optimizer.state[params[0]]["step"] = 2  # what it was
+    train(optimizer, params, range(1))
+    assert optimizer.param_groups[0]["step"] == (8 if way == "group" else 3)
+
+
+def test_a_group_whose_only_entry_moves_keeps_its_step(device: torch.device) -> None:
+    param = make_params(device)[0]
+    optimizer = FusedOffloadAdam([param], **HYPERPARAMETERS)
+    train(optimizer, [param], range(2))
+    new = torch.nn.Parameter(param.detach().clone())
+    optimizer.state[new] = optimizer.state.pop(param)
+    replace(optimizer, param, new)
+    train(optimizer, [new], range(1))
+    assert optimizer.param_groups[0]["step"] == 3
+
+
+@each_form
+def test_a_dict_takes_the_place_of_what_was_there(device: torch.device, form: str) -> None:
+    params, optimizer = make(device, form)
+    values = torch.full(params[1].shape, 0.5)
+    optimizer.state[params[1]] = {"exp_avg": values}
+    assert_same_bits(optimizer.get_unscaled_state(params[1], "exp_avg"), values)
+    assert not optimizer.get_unscaled_state(params[1], "exp_avg_sq").any()
+    with torch.no_grad():
+        params[1].fill_(2.0)  # the master again
+    step_without_lr(optimizer, params)
+    assert params[1].eq(2.0).all()
+
+
+def test_what_is_no_dict_is_no_state(device: torch.device) -> None:
+    params, optimizer = make(device, "fp32")
+    with unchanged(optimizer), pytest.raises(TypeError, match="should be a dict of tensors, but got int"):
+        optimizer.state[params[0]] = 5
+
+
+@each_form
+def test_moments_that_a_load_resets_are_zero(device: torch.device, form: str) -> None:
+    """Also for who reads them before a step writes them."""
+    params, optimizer = make(device, form)
+    fresh = FusedOffloadAdam(make_params(device), **FORMS[form])
+    optimizer.load_state_dict(fresh.state_dict())
+    for key in MOMENTS:
+        assert not optimizer.get_unscaled_state(params[1], key).any()
+        assert not optimizer.state[params[2]][key].any()
 
 
 def test_one_parameter_starts_over(device: torch.device) -> None:
