@@ -169,6 +169,8 @@ def limits(options: argparse.Namespace) -> tuple[int, int]:
         gpu_bytes = int(options.gpu_memory * 1e9)
     if options.host_memory is not None:
         host_bytes = int(options.host_memory * 1e9)
+    if host_bytes is None:
+        raise SystemExit("how much host memory is left is unknown (/proc/meminfo): give --host-memory")
     return gpu_bytes, host_bytes
 
 

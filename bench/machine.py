@@ -11,8 +11,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
+
+from fused_offload import hostmem
 
 _PACKAGES = (
     "fused-offload",
@@ -38,7 +39,7 @@ def machine_facts() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "torch_threads": torch.get_num_threads(),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
-        "host_memory_bytes": psutil.virtual_memory().total,
+        "host_memory_bytes": hostmem.host_bytes(),
         "os": platform.platform(),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,

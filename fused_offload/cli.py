@@ -67,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
         """Without the ``--`` of ``--option=--``, which argparse of Python 3.11 drops and then looks for."""
         if action.option_strings and arg_strings == ["--"]:
             raise argparse.ArgumentError(action, "expected one argument")
-        return super()._get_values(action, arg_strings)  # type: ignore[misc]
+        return super()._get_values(action, arg_strings)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

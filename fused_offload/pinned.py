@@ -47,10 +47,10 @@ class PinnedSlab:
                 or processes may not say so, the memory comes from elsewhere.
 
         Raises:
-            RuntimeError: if the host has less memory left, or the driver refuses to register it.
+            RuntimeError: if the host has less memory left, the kernel refuses to map it, or the driver to register it.
         """
         check_host_bytes(nbytes)
-        mapping = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = _map(nbytes)
         with torch.inference_mode(False):  # else nobody outside that mode could write what was made inside it
             self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         self.numa_node = None
@@ -68,11 +68,9 @@ class PinnedSlab:
         error = cuda_driver.register_host_memory(address, nbytes)
         if error is not None:
             mapping.madvise(mmap.MADV_DOFORK)
-            soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-            limit = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 1e9:.3f} GB"
             raise RuntimeError(
                 f"The CUDA driver refused to page-lock {nbytes / 1e9:.3f} GB of host memory: {error}. The "
-                f"locked-memory limit (RLIMIT_MEMLOCK) is {limit}. "
+                f"locked-memory limit (RLIMIT_MEMLOCK) is {_limit(resource.RLIMIT_MEMLOCK)}. "
                 "Raise it (ulimit -l unlimited; in containers --ulimit "
                 "memlock=-1), offload less (OffloadConfig.fraction), or set OffloadConfig(pin=False), which is slower."
             )
@@ -84,6 +82,22 @@ class PinnedSlab:
         if self.pinned:
             self.pinned = False
             self._unregister()
+
+
+def _map(nbytes: int) -> mmap.mmap:
+    try:
+        return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise RuntimeError(
+            f"The kernel refused to map {nbytes / 1e9:.3f} GB of host memory: {error.strerror}. The limit of the "
+            f"address space (RLIMIT_AS) is {_limit(resource.RLIMIT_AS)}. Raise it (ulimit -v unlimited), let the "
+            "kernel commit more (vm.overcommit_memory), or offload less (OffloadConfig.fraction)."
+        ) from error
+
+
+def _limit(kind: int) -> str:
+    soft, _ = resource.getrlimit(kind)
+    return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 1e9:.3f} GB"
 
 
 _registered: list[tuple[int, Any]] = []

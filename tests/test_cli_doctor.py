@@ -96,6 +96,36 @@ BAD = [
         "warning",
         "limited by the cgroup",
     ),
+    (
+        dataclasses.replace(GOOD, host_bytes=None, free_host_bytes=None, host_limit="unknown"),
+        "host memory",
+        "warning",
+        "unknown",
+    ),
+    (
+        dataclasses.replace(GOOD, host_bytes=None, free_host_bytes=None, host_limit="unknown", memlock_bytes=2**16),
+        "RLIMIT_MEMLOCK",
+        "warning",
+        "64 KiB",
+    ),
+    (
+        dataclasses.replace(with_gpu(capability=(10, 0)), versions={"triton": "3.2.0"}),
+        "GPU 0: compiler",
+        "problem",
+        "compute capability 10.0, Triton 3.2.0",
+    ),
+    (
+        dataclasses.replace(with_gpu(capability=(12, 1)), versions={"triton": "3.2.0+git"}),
+        "GPU 0: compiler",
+        "problem",
+        "compute capability 12.1, Triton 3.2.0+git",
+    ),
+    (
+        dataclasses.replace(GOOD, versions={**GOOD.versions, "megatron-core": "0.18.2"}),
+        "Megatron-Core",
+        "warning",
+        "megatron-core 0.18.2; tested with 0.19.2",
+    ),
     (with_gpu(profile="ignored: too old", profile_is_outdated=True), "GPU 0: profile", "warning", "too old"),
     (dataclasses.replace(GOOD, gpus=()), "GPU", "warning", "built for CUDA 13.0"),
     (dataclasses.replace(GOOD, gpus=(), cuda=None), "GPU", "warning", "without CUDA"),
@@ -128,6 +158,27 @@ def test_bad_machines(subject: Machine, what: str, level: str, words: str) -> No
     assert words in finding.found
     assert finding.advice
     assert exit_code(examine(subject)) == {"warning": 1, "problem": 2}[level]
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton"), [((9, 0), "3.2.0"), ((8, 0), "2.9"), ((10, 0), "3.3.0"), ((12, 0), "4.0"), (None, "3.2")]
+)
+def test_triton_compiles_for_these(capability: tuple[int, int] | None, triton: str) -> None:
+    subject = dataclasses.replace(with_gpu(capability=capability), versions={"triton": triton})
+    assert exit_code(examine(subject)) == 0
+
+
+@pytest.mark.parametrize("version", ["0.19.0", "0.19", "0.20.1rc1", "1.0", "unknown", "dev.7"])
+def test_a_megatron_that_is_not_old(version: str) -> None:
+    subject = dataclasses.replace(GOOD, versions={**GOOD.versions, "megatron-core": version})
+    assert found(subject, "Megatron-Core").level == "ok"
+
+
+def test_half_of_the_host_is_enough() -> None:
+    for free, level in ((GOOD.host_bytes // 2, "ok"), (GOOD.host_bytes // 2 - 1, "warning")):
+        assert found(dataclasses.replace(GOOD, free_host_bytes=free), "host memory").level == level
+    unknown = dataclasses.replace(GOOD, host_bytes=None)
+    assert found(unknown, "host memory").found == "120.0 GB may be taken, limited by the machine"
 
 
 def test_what_is_as_good_as_it_gets() -> None:
@@ -274,7 +325,9 @@ def test_this_machine_is_read(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("FUSED_OFFLOAD_ADAM", "1")
     monkeypatch.setattr(machine, "available_host_bytes", lambda: (123, "cgroup"))
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (65536, 65536))
+    monkeypatch.setattr(machine, "host_bytes", lambda: None)
     read = read_machine(sysfs)
+    assert read.host_bytes is None
     assert (read.free_host_bytes, read.host_limit, read.memlock_bytes) == (123, "cgroup", 65536)
     assert read.autoload == "1"
     assert list(read.numa_nodes) == [0, 1]
@@ -291,7 +344,7 @@ def test_every_gpu_is_read(nvml: Any, sysfs: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(machine.cuda_driver, "pci_bus_id", lambda index: "0000:3B:00.0")
     monkeypatch.setattr(numa, "try_to_prefer", lambda node: f"refused {node}")
     monkeypatch.setattr(profiles, "of_device", lambda index: Found(None, "none yet"))
-    properties = SimpleNamespace(name="H100", total_memory=85 * 10**9, uuid="abc")
+    properties = SimpleNamespace(name="H100", total_memory=85 * 10**9, uuid="abc", major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
@@ -303,6 +356,7 @@ def test_every_gpu_is_read(nvml: Any, sysfs: Path, monkeypatch: pytest.MonkeyPat
         facts = {"driver": "580.1", "link": Link(generation=3, generation_max=5, width=8, width_max=16)}
     expected = Gpu(
         name="H100",
+        capability=(9, 0),
         memory_bytes=85 * 10**9,
         **facts,
         numa_node=1,
@@ -343,7 +397,7 @@ def test_a_gpu_that_cannot_be_asked_hides_no_other(
     def properties(index: int) -> Any:
         if index == 0 and error is not None:
             raise error
-        return SimpleNamespace(name="H100", total_memory=85 * 10**9, uuid="abc")
+        return SimpleNamespace(name="H100", total_memory=85 * 10**9, uuid="abc", major=9, minor=0)
 
     monkeypatch.setattr(machine.cuda_driver, "pci_bus_id", lambda index: "0000:3B:00.0" if index else bus)
     monkeypatch.setattr(profiles, "of_device", lambda index: Found(None, "none yet"))

@@ -474,6 +474,84 @@ def test_what_the_kernel_says_otherwise_is_passed_over(cgroups: Path) -> None:
     assert hostmem.available_host_bytes() == (5_000, "cgroup")
 
 
+@pytest.mark.parametrize("meminfo", [None, "", "MemTotal: 32 kB\n", "MemTotal: 8 kB\nMemAvailable: many kB\n"])
+def test_where_the_kernel_says_nothing_nothing_is_checked(
+    cgroups: Path, device: torch.device, slabs: Slabs, meminfo: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = cgroups.parent / "meminfo"
+    if meminfo is not None:
+        path.write_text(meminfo)
+    monkeypatch.setattr(hostmem, "_MEMINFO", path)
+    assert hostmem.available_host_bytes() == (None, "unknown")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    params = make_params(device, (1_000,))
+    step(FusedOffloadAdam(params), params)
+    assert len(slabs.sizes) == 1
+    write_cgroup(cgroups, memory__max=10_000, memory__current=4_000)
+    assert hostmem.available_host_bytes() == (6_000, "cgroup")
+
+
+def test_the_machine_is_read(cgroups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = cgroups.parent / "meminfo"
+    path.write_text("MemTotal:       32000 kB\nMemFree:  9 kB\nMemAvailable:   8000 kB\nVmallocUsed: 7 kB\n")
+    monkeypatch.setattr(hostmem, "_MEMINFO", path)
+    assert hostmem.available_host_bytes() == (8_000 * 1024, "machine")
+    assert hostmem.host_bytes() == 32_000 * 1024
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("used_by_others", [0, 900])
+@pytest.mark.parametrize("cache", [0, 3_000])
+def test_equal_ranks_are_refused_where_they_do_not_fit_together_and_only_there(
+    cgroups: Path, ranks: int, used_by_others: int, cache: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many of them have already taken theirs."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    limit = 80_000
+    fits = (limit - used_by_others) // ranks
+    for has_theirs in range(ranks):
+        for needed, is_taken in ((fits, True), (fits + 1, False)):
+            used = used_by_others + has_theirs * needed
+            write_cgroup(
+                cgroups, memory__max=limit, memory__current=used + cache, memory__stat=f"inactive_file {cache}"
+            )
+            if is_taken:
+                hostmem.check_host_bytes(needed)
+                continue
+            with pytest.raises(RuntimeError, match="of host memory, but only") as refused:
+                hostmem.check_host_bytes(needed)
+            told = f"for {ranks - has_theirs} ranks that allocate at the same time (LOCAL_WORLD_SIZE is {ranks};"
+            assert (told in str(refused.value)) == (has_theirs < ranks - 1)
+
+
+@pytest.mark.parametrize("ranks", ["", "0", "one", "-3", "1"])
+def test_a_process_that_is_alone_may_take_all(cgroups: Path, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    write_cgroup(cgroups, memory__max=10_000, memory__current=0)
+    hostmem.check_host_bytes(10_000)
+    hostmem.check_host_bytes(0)
+    with pytest.raises(RuntimeError, match="are left \\(limited by the cgroup"):
+        hostmem.check_host_bytes(10_001)
+
+
+def test_an_address_space_that_is_too_small_is_told_with_its_limit() -> None:
+    """In a process of its own: the limit is for all that it does."""
+    program = """
+import resource, torch
+from fused_offload.pinned import PinnedSlab
+torch.zeros(1)
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + 10**7, resource.RLIM_INFINITY))
+try:
+    PinnedSlab(10**8, pin=False)
+except RuntimeError as error:
+    print(error)
+"""
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "The kernel refused to map 0.100 GB of host memory: Cannot allocate memory." in told
+    assert "ulimit -v unlimited" in told
+
+
 def test_a_cgroup_limit_reaches_the_optimizer(device: torch.device, cgroups: Path, slabs: Slabs) -> None:
     write_cgroup(cgroups, memory__max=2_000_000_000, memory__current=1_999_000_000)
     params = make_params(device, (500_000,))

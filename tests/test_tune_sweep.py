@@ -233,6 +233,11 @@ def test_sizes_fit_the_link_and_the_memory() -> None:
         measure.sizes(50.0, 10**12, 350 * 10**6)
     with pytest.raises(RuntimeError, match="Too little memory"):
         measure.sizes(50.0, 10**8, 80 * 10**9)
+    assert measure.sizes(50.0, None, 80 * 10**9) == measure.sizes(50.0, 10**12, 80 * 10**9)
+    with pytest.raises(
+        RuntimeError, match=r"an unknown number of bytes may be taken on the host and 0\.1 GB on the GPU"
+    ):
+        measure.sizes(50.0, None, 10**8)
 
 
 def test_a_choice_for_every_size_and_a_profile_that_is_taken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

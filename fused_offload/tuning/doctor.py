@@ -18,6 +18,9 @@ _GOOD_NODE_SHARE = 0.6
 _GOOD_ROOM = 0.5
 """Of the host's memory. Who has less free probably did not expect it: state is the largest thing on the host."""
 
+_BLACKWELL, _BLACKWELL_TRITON = (10, 0), (3, 3)
+"""First compute capability of Blackwell GPUs, and first Triton that compiles for them."""
+
 Level = Literal["ok", "warning", "problem"]
 
 
@@ -78,9 +81,19 @@ def _gpus(machine: Machine) -> list[Finding]:
             continue
         driver = f", driver {gpu.driver}" if gpu.driver else ""
         found = f"{gpu.name}, {gpu.memory_bytes / 1e9:.1f} GB, CUDA {machine.cuda}{driver}"
-        findings += [Finding("ok", name, found), _link(name, gpu), _pinning(name, gpu), *_bandwidth(name, gpu)]
+        findings += [Finding("ok", name, found), *_compiler(name, gpu, machine.versions.get("triton"))]
+        findings += [_link(name, gpu), _pinning(name, gpu), *_bandwidth(name, gpu)]
         findings += _profile(name, gpu)
     return findings
+
+
+def _compiler(name: str, gpu: Gpu, triton: str | None) -> list[Finding]:
+    """Whether Triton compiles for a GPU."""
+    if gpu.capability is None or gpu.capability < _BLACKWELL or not _is_older(triton, _BLACKWELL_TRITON):
+        return []
+    found = f"compute capability {gpu.capability[0]}.{gpu.capability[1]}, Triton {triton}"
+    advice = "Blackwell needs Triton 3.3 or newer: install torch 2.7 or newer, which comes with one"
+    return [Finding("problem", f"{name}: compiler", found, advice)]
 
 
 def _link(name: str, gpu: Gpu) -> Finding:
@@ -201,18 +214,25 @@ def _listed(nodes: Sequence[int]) -> str:
 
 def _host(machine: Machine) -> list[Finding]:
     free, total = machine.free_host_bytes, machine.host_bytes
-    found = f"{free / 1e9:.1f} GB of {total / 1e9:.1f} GB may be taken, limited by the {machine.host_limit}"
-    if free < _GOOD_ROOM * total:
-        advice = "State has to fit into this (fused-offload plan); stop what else takes memory"
-        if machine.host_limit == "cgroup":
-            advice = "State has to fit into this (fused-offload plan); raise the memory limit of the container or job"
-        findings = [Finding("warning", "host memory", found, advice)]
+    size = "" if total is None else f" of {total / 1e9:.1f} GB"
+    if free is None:
+        advice = "Nothing is checked before state is allocated: see that it fits (fused-offload plan), or mount /proc"
+        findings = [Finding("warning", "host memory", "unknown: /proc/meminfo says nothing", advice)]
     else:
-        findings = [Finding("ok", "host memory", found)]
+        found = f"{free / 1e9:.1f} GB{size} may be taken, limited by the {machine.host_limit}"
+        level: Level = "ok"
+        advice = ""
+        if total is not None and free < _GOOD_ROOM * total:
+            level, advice = "warning", "State has to fit into this (fused-offload plan); stop what else takes memory"
+            if machine.host_limit == "cgroup":
+                advice = (
+                    "State has to fit into this (fused-offload plan); raise the memory limit of the container or job"
+                )
+        findings = [Finding(level, "host memory", found, advice)]
     limit = machine.memlock_bytes
     if limit is None:
         findings.append(Finding("ok", "RLIMIT_MEMLOCK", "unlimited"))
-    elif limit >= total:
+    elif total is not None and limit >= total:
         findings.append(Finding("ok", "RLIMIT_MEMLOCK", f"{limit / 1e9:.3f} GB, all of the host"))
     else:
         found = f"{limit / 2**10:.0f} KiB" if limit < 2**20 else f"{limit / 1e9:.3f} GB"
@@ -227,16 +247,17 @@ def _host(machine: Machine) -> list[Finding]:
 MEGATRON_TESTED = "0.19.2"
 
 
-def _is_old_megatron(version: str | None) -> bool:
-    numbers = [int(number) for number in re.findall(r"\d+", version or "")[:2]]
-    return len(numbers) == 2 and numbers < [0, 19]
+def _is_older(version: str | None, than: tuple[int, int]) -> bool:
+    """Whether a version is below another; not where it is unknown."""
+    major_minor = re.match(r"(\d+)\.(\d+)", version or "")
+    return major_minor is not None and (int(major_minor[1]), int(major_minor[2])) < than
 
 
 def _megatron(machine: Machine) -> list[Finding]:
     findings = []
     for what, module in (("TransformerEngine", "transformer_engine"), ("Megatron-Core", "megatron.core")):
         why = machine.missing[module]
-        if module == "megatron.core" and why is None and _is_old_megatron(machine.versions.get("megatron-core")):
+        if module == "megatron.core" and why is None and _is_older(machine.versions.get("megatron-core"), (0, 19)):
             found = f"megatron-core {machine.versions['megatron-core']}; tested with {MEGATRON_TESTED}"
             advice = f"pip install 'megatron-core>={MEGATRON_TESTED}', with Python 3.12 or newer"
             findings.append(Finding("warning", what, found, advice))

@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from fused_offload import cuda_driver, numa, profiles
-from fused_offload.hostmem import available_host_bytes, kernel_text
+from fused_offload.hostmem import available_host_bytes, host_bytes, kernel_text
 from fused_offload.machine_key import version_of
 from fused_offload.pinned import PinnedSlab
 
@@ -55,6 +54,7 @@ class Gpu:
     Attributes:
         name: as CUDA says it.
         memory_bytes: all of it.
+        capability: compute capability, major and minor, or None.
         driver: version, or None.
         nvml_error: why NVML says nothing, or None.
         link: its link, as it was right after the copies.
@@ -71,6 +71,7 @@ class Gpu:
 
     name: str
     memory_bytes: int
+    capability: tuple[int, int] | None = None
     driver: str | None = None
     nvml_error: str | None = None
     link: Link = Link()
@@ -93,9 +94,9 @@ class Machine:
         cuda: CUDA version that torch was built for, or None.
         gpus: GPUs that this process sees.
         memlock_bytes: soft limit of locked memory, or None for no limit.
-        host_bytes: memory of the machine.
-        free_host_bytes: what this process may still take.
-        host_limit: ``"machine"`` or ``"cgroup"``, which of them allows only that.
+        host_bytes: memory of the machine, or None where the kernel does not say.
+        free_host_bytes: what this process may still take, or None where nothing limits it that can be read.
+        host_limit: what allows only that: ``"machine"``, ``"cgroup"`` or ``"unknown"``.
         numa_nodes: node -> bytes that are free on it.
         cpu_nodes: nodes of the CPUs that this process may run on.
         versions: package -> version, or None where it is not installed.
@@ -107,8 +108,8 @@ class Machine:
     cuda: str | None
     gpus: tuple[Gpu, ...]
     memlock_bytes: int | None
-    host_bytes: int
-    free_host_bytes: int
+    host_bytes: int | None
+    free_host_bytes: int | None
     host_limit: str
     numa_nodes: dict[int, int]
     cpu_nodes: frozenset[int]
@@ -131,7 +132,7 @@ def read_machine(sysfs: Path = Path("/sys"), nvml: Callable[[], Any] | None = No
         cuda=torch.version.cuda,
         gpus=_read_gpus(sysfs, nvml or _import_nvml),
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
-        host_bytes=psutil.virtual_memory().total,
+        host_bytes=host_bytes(),
         free_host_bytes=free,
         host_limit=limit,
         numa_nodes=read_numa_nodes(sysfs),
@@ -214,6 +215,7 @@ def _read_gpu(index: int, seconds: float, sysfs: Path, nvml: Callable[[], Any]) 
     return Gpu(
         name=properties.name,
         memory_bytes=properties.total_memory,
+        capability=(properties.major, properties.minor),
         pin_error=pin_error,
         h2d_gbps=h2d,
         d2h_gbps=d2h,

@@ -118,26 +118,30 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
     return Tuning(profile, tuple(link), kernel_ms, tuple(swept), time.perf_counter() - start)
 
 
-def sizes(duplex_gbps: float, host_bytes: int, gpu_bytes: int) -> list[int]:
+def sizes(duplex_gbps: float, host_bytes: int | None, gpu_bytes: int) -> list[int]:
     """Elements of the states that are stepped, ascending; the last but one is small and the last large.
 
     Args:
         duplex_gbps: of the link, each way.
-        host_bytes: that may be taken.
+        host_bytes: that may be taken, or None where the kernel does not say.
         gpu_bytes: that may be taken; parameters and gradients take 4 bytes an element.
 
     Raises:
         RuntimeError: if that is too little.
     """
     wanted = min(_MOST_BYTES, int(duplex_gbps * 1e9 * _STEP_SECONDS)) // _WIDE_BYTES
-    possible = int(min(host_bytes / _WIDE_BYTES, max(0, gpu_bytes - _LARGEST_RING) / 4) * _SHARE_OF_MEMORY)
+    room = max(0, gpu_bytes - _LARGEST_RING) / 4
+    if host_bytes is not None:
+        room = min(room, host_bytes / _WIDE_BYTES)
+    possible = int(room * _SHARE_OF_MEMORY)
     least = 4 * _SMALL_NUMEL // 10
     large = min(max(wanted, least), possible)
     small = min(_SMALL_NUMEL, large // 4)
     if large < least:
+        host = "an unknown number of bytes" if host_bytes is None else f"{host_bytes / 1e9:.1f} GB"
         raise RuntimeError(
-            f"Too little memory to measure: {host_bytes / 1e9:.1f} GB may be taken on the host and "
-            f"{gpu_bytes / 1e9:.1f} GB on the GPU. Stop what else uses them."
+            f"Too little memory to measure: {host} may be taken on the host and {gpu_bytes / 1e9:.1f} GB on the GPU. "
+            "Stop what else uses them."
         )
     return [*(small // times for times in _SMALLER), small, large]
 
@@ -148,7 +152,7 @@ def rounds_of(state_bytes: int) -> int:
     return min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, _FEWEST_ROUNDS * few_bytes // max(1, state_bytes)))
 
 
-def _free_bytes(device: torch.device) -> tuple[int, int]:
+def _free_bytes(device: torch.device) -> tuple[int | None, int]:
     return available_host_bytes()[0], torch.cuda.mem_get_info(device)[0]
 
 
