@@ -1,4 +1,4 @@
-"""Distributed tensors: only the part that this rank holds is touched, and nothing communicates.
+"""Distributed tensors: only the part that this rank holds is touched. Only `like_param` communicates.
 
 A ``DTensor`` is told by its attributes, so that programs without any do not import ``torch.distributed.tensor``.
 """
@@ -35,8 +35,27 @@ def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 def same_sharding(one: Any, other: Any) -> bool:
     """Whether two ``DTensor`` of one global shape have the same elements on every rank."""
-    a, b = one._spec, other._spec
-    return (a.mesh is b.mesh or bool(a.mesh == b.mesh)) and a.placements == b.placements and one.shape == other.shape
+    return bool(one._spec.placements == other._spec.placements) and _same_mesh_and_shape(one, other)
+
+
+def _same_mesh_and_shape(one: Any, other: Any) -> bool:
+    a, b = one._spec.mesh, other._spec.mesh
+    return (a is b or bool(a == b)) and one.shape == other.shape
+
+
+def like_param(param: Any, grad: Any) -> Any:
+    """A gradient in the placements of its parameter.
+
+    Tensor parallelism leaves gradients of sharded parameters replicated, and those of replicated ones as partial sums.
+    As in the ``DTensor`` operations of torch's optimizers, such a gradient is redistributed; all ranks of the mesh have
+    to take part. Anything that is not a ``DTensor`` over the mesh of a ``DTensor`` parameter is returned as it is.
+    """
+    if not (is_distributed(param) and is_distributed(grad)):
+        return grad
+    placements = param._spec.placements
+    if grad._spec.placements == placements or not _same_mesh_and_shape(param, grad):
+        return grad
+    return grad.redistribute(placements=placements)
 
 
 def sharding_of(tensor: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .dtensors import is_distributed, is_offloaded_by_fsdp, is_replicated, local_of
+from .dtensors import is_distributed, is_offloaded_by_fsdp, is_replicated, like_param, local_of
 from .hooks import WeakHook
 
 PART_BYTES = 24 * 2**20
@@ -186,6 +186,9 @@ class BackwardSteps:
         self._check_untouched()
         self._put_back()
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params:
+            if param.grad is not None:
+                param.grad = like_param(param, param.grad)  # a part of a sum cannot be clipped
         self._clip([param.grad for param in params if param.grad is not None])
         yield
         for param in params:
@@ -206,13 +209,14 @@ class BackwardSteps:
     # -- hooks ---------------------------------------------------------------------------------------------------
 
     def _take(self, param: torch.Tensor) -> None:
-        optimizer, grad = self._optimizer_ref(), param.grad
-        if optimizer is None or grad is None:
+        optimizer = self._optimizer_ref()
+        if optimizer is None or param.grad is None:
             return
         with self._lock, torch.no_grad():
             if id(param) in self._arrived:
                 param.grad = self._stand_in(param)
                 raise RuntimeError(_GONE)
+            grad = like_param(param, param.grad)
             device = local_of(grad).device
             # Kernels run in the queue that computed their gradients: it owns the memory that is freed behind them.
             queue = (device, optimizer._compute_queue(device))

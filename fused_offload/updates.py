@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .dtensors import has_partial, is_distributed, local_of, locals_of, same_sharding, sharding_of
+from .dtensors import has_partial, is_distributed, like_param, local_of, locals_of, same_sharding, sharding_of
 from .tensors import FLOAT_DTYPES, addresses_of, has_own_memory, is_dense, is_frozen, like_memory_of, same_order
 from .watch import KindWatch, same_objects
 
@@ -215,10 +215,11 @@ def _check_grad(param: torch.Tensor, grad: Any, group: int) -> None:
 
 
 def _local_grad(param: torch.Tensor, grad: Any, group: int) -> Any:
-    """What this rank has of a gradient, which has to be sharded like its parameter.
+    """This rank's part of a gradient, in the placements of its parameter.
 
     Whatever is no tensor is left to `_check_grad`.
     """
+    grad = like_param(param, grad)
     if is_distributed(param) and is_distributed(grad) and same_sharding(param, grad):
         return local_of(grad)
     if not isinstance(grad, torch.Tensor) or not (is_distributed(param) or is_distributed(grad)):
@@ -227,10 +228,15 @@ def _local_grad(param: torch.Tensor, grad: Any, group: int) -> Any:
 
 
 def _other_sharding(param: torch.Tensor, grad: torch.Tensor, group: int) -> str:
-    expected, got = (sharding_of(t) if is_distributed(t) else "a plain tensor" for t in (param, grad))
+    if not is_distributed(param):
+        return (
+            f"A gradient in parameter group {group} is distributed ({sharding_of(grad)}), but its parameter is a plain "
+            "tensor. Give it a plain one: grad.full_tensor() or grad.to_local()."
+        )
+    expected, got = sharding_of(param), sharding_of(grad) if is_distributed(grad) else "a plain tensor"
     return (
-        f"A gradient should be sharded like its parameter ({expected}), but got {got} in parameter group {group}. "
-        "Reduce and redistribute it first: grad.redistribute(placements=param.placements)."
+        f"A gradient should be distributed over the mesh of its parameter ({expected}), but got {got} in parameter "
+        f"group {group}. Distribute it first: distribute_tensor(grad, param.device_mesh, param.placements)."
     )
 
 

@@ -7,6 +7,7 @@ passed.
 from __future__ import annotations
 
 import copy
+import itertools
 import re
 import sys
 import warnings
@@ -29,7 +30,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_offload import FusedOffloadAdam, OffloadConfig, checkpoint, in_backward
@@ -286,25 +288,135 @@ def what_cannot_be_stepped_is_refused() -> None:
     refused(TypeError, "partial values", FusedOffloadAdam, [partial])
     param = torch.nn.Parameter(distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)]))
     optimizer = FusedOffloadAdam([param], use_decoupled_grad=True)
-    for grad in (
-        distribute_tensor(torch.ones(5, 2), mesh, [Replicate()]),
-        DTensor.from_local(torch.ones(5, 2), mesh, [Partial()]),
+    # Of another mesh, and of a global shape that only some ranks could tell from theirs.
+    ranks = torch.arange(dist.get_world_size()).view(1, -1)
+    other_mesh = DeviceMesh("cpu", ranks, mesh_dim_names=("replicate", "shard"))
+    misfits = (
+        distribute_tensor(torch.ones(5, 2), other_mesh, [Replicate(), Shard(0)]),
+        distribute_tensor(torch.ones(6, 2), mesh, [Shard(0)]),
+        distribute_tensor(torch.ones(6, 2), mesh, [Replicate()]),
+        DTensor.from_local(torch.ones(6, 2), mesh, [Partial()]),
         torch.ones(5, 2),
-    ):
+    )
+    for grad in misfits:
         param.decoupled_grad = grad
-        refused(RuntimeError, "sharded like its parameter", optimizer.step)
+        refused(RuntimeError, "distributed over the mesh of its parameter (shape (5, 2)", optimizer.step)
     param.decoupled_grad = 3
     refused(TypeError, "should be a tensor", optimizer.step)
     assert local(param).eq(1).all()
     assert "step" not in optimizer.param_groups[0]
     param.decoupled_grad = distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])
     optimizer.step()
-    assert local(param).ne(1).all()
-    param.decoupled_grad = distribute_tensor(torch.ones(5, 2), mesh, [Replicate()])  # after a step that was fine
-    refused(RuntimeError, "sharded like its parameter", optimizer.step)
+    stepped = local(param).clone()
+    assert stepped.ne(1).all()
+    for grad in misfits:  # after a step that was fine
+        param.decoupled_grad = grad
+        refused(RuntimeError, "distributed over the mesh of its parameter", optimizer.step)
+    assert local(param).equal(stepped)
     plain = torch.nn.Parameter(torch.ones(3))
     plain.decoupled_grad = distribute_tensor(torch.ones(3), mesh, [Replicate()])
-    refused(RuntimeError, "a plain tensor", FusedOffloadAdam([plain], use_decoupled_grad=True).step)
+    refused(
+        RuntimeError,
+        "its parameter is a plain tensor",
+        FusedOffloadAdam([plain], use_decoupled_grad=True).step,
+    )
+
+
+# -- gradients in other placements ------------------------------------------------------------------------------------
+
+
+def random_grad(mesh: DeviceMesh, placements: tuple[Placement, ...], seed: int) -> DTensor:
+    """A gradient whose sum over ranks is not one rank's."""
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(5, 3, generator=generator)
+    spread = [Replicate() if placement.is_partial() else placement for placement in placements]
+    part = distribute_tensor(whole, mesh, spread).to_local()
+    for dim, placement in enumerate(placements):
+        if placement.is_partial():
+            part = part * (1 + mesh.get_local_rank(dim))
+    return DTensor.from_local(part, mesh, placements, shape=(5, 3), stride=(3, 1), run_check=False)
+
+
+@scenario
+def gradients_in_other_placements_are_redistributed() -> None:
+    kinds = (Shard(0), Shard(1), Replicate())
+    for shape in ((4,), (2, 2)):
+        mesh = init_device_mesh("cpu", shape)
+        of_params = itertools.product(kinds, repeat=mesh.ndim)
+        of_grads = itertools.product((*kinds, Partial()), repeat=mesh.ndim)
+        pairs = list(itertools.product(of_params, of_grads))
+        params = [torch.nn.Parameter(distribute_tensor(torch.ones(5, 3), mesh, to)) for to, _ in pairs]
+        wholes = [torch.nn.Parameter(torch.ones(5, 3)) for _ in pairs]
+        optimizer, reference = FusedOffloadAdam(params, **HYPER), torch.optim.AdamW(wholes, **HYPER)
+        for step in range(3 - mesh.ndim):
+            for index, (_, given) in enumerate(pairs):
+                grad = params[index].grad = random_grad(mesh, given, 1000 * step + index)
+                wholes[index].grad = grad.full_tensor()
+            optimizer.step()
+            reference.step()
+        for param, whole in zip(params, wholes, strict=True):
+            assert param.placements == optimizer.state[param]["exp_avg"].placements
+            torch.testing.assert_close(param.full_tensor(), whole)
+            torch.testing.assert_close(
+                optimizer.state[param]["exp_avg"].full_tensor(), reference.state[whole]["exp_avg"]
+            )
+
+
+class Tokens(torch.nn.Module):
+    """Parallelised so that gradients of the embedding come replicated, and those of the norm as partial sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = torch.nn.Embedding(12, 8), torch.nn.LayerNorm(8)
+        self.up, self.down = torch.nn.Linear(8, 16, bias=False), torch.nn.Linear(16, 12)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(self.embed(tokens))))
+
+
+def tensor_parallel() -> Tokens:
+    torch.manual_seed(0)
+    plan = {
+        "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Replicate()),
+    }
+    return parallelize_module(Tokens(), init_device_mesh("cpu", (dist.get_world_size(),)), plan)
+
+
+def train_tokens(model: Tokens, optimizer: torch.optim.Optimizer, clip_value: float | None = None) -> None:
+    for step in range(4):
+        tokens = torch.randint(0, 12, (2, 4), generator=torch.Generator().manual_seed(step))
+        torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+        if clip_value is not None:
+            for param in model.parameters():
+                param.grad = param.grad.redistribute(placements=param.placements)
+                local(param.grad).clamp_(-clip_value, clip_value)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@scenario
+def tensor_parallelism_trains_as_adamw_does() -> None:
+    ours, theirs = tensor_parallel(), tensor_parallel()
+    optimizer, reference = adam(ours, eps=1e-3), torch.optim.AdamW(theirs.parameters(), **HYPER, eps=1e-3)
+    train_tokens(ours, optimizer)
+    train_tokens(theirs, reference)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(local(p), local(q))
+
+
+@scenario
+def tensor_parallelism_steps_in_backward() -> None:
+    for part_bytes, clip_value in itertools.product((1, 300, 10**9), (None, 0.01)):
+        in_backward.PART_BYTES = part_bytes
+        early, late = tensor_parallel(), tensor_parallel()
+        optimizer, reference = adam(early), adam(late)
+        optimizer.step_in_backward(early, clip_value=clip_value)
+        train_tokens(early, optimizer)
+        train_tokens(late, reference, clip_value)
+        same_training(early, optimizer, late, reference)
 
 
 @scenario

@@ -1,4 +1,4 @@
-"""Runs scenarios on several ranks: one process for each, which runs all of them, since starting it takes longer."""
+"""Runs scenarios on several ranks: one process for each, which runs many of them, since starting it takes longer."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import os
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+_GRACE_S = 2  # for other ranks that fail, too, and say why; those that wait for the one that failed are killed
 
 
 def free_port() -> int:
@@ -30,46 +33,62 @@ def run_ranks(
     *,
     limit_s: float,
     environment: Mapping[str, str] | None = None,
-) -> tuple[set[str], str]:
-    """Starts ``script FOLDER NAME...`` for every rank, which calls `main`.
+) -> dict[str, str]:
+    """Starts ``script FOLDER NAME...`` for every rank, which calls `main`; again after each scenario that failed.
 
     Returns:
-        Names that passed on every rank, and what all ranks said.
+        Output of all ranks for each scenario that did not pass on all of them.
     """
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(ranks),
         **(environment or {}),
     }
-    logs = [folder / f"{names[0]}-{ranks}-{rank}.log" for rank in range(ranks)]
+    deadline = time.monotonic() + limit_s
+    failed: dict[str, str] = {}
+    waiting = list(names)
+    while waiting:
+        if time.monotonic() > deadline:
+            failed |= dict.fromkeys(waiting, f"not run: the {limit_s} s of all scenarios were over")
+            break
+        logs = [folder / f"{waiting[0]}-{ranks}-{rank}.log" for rank in range(ranks)]
+        _run_once([sys.executable, script, str(folder), *waiting], logs, environment, deadline)
+        texts = [log.read_text() for log in logs]
+        passed = set.intersection(*(set(text.splitlines()) for text in texts))
+        waiting = [name for name in waiting if name not in passed]
+        if waiting:
+            failed[waiting.pop(0)] = "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(texts))
+    return failed
+
+
+def _run_once(command: list[str], logs: Sequence[Path], environment: Mapping[str, str], deadline: float) -> None:
+    """Runs one process a rank, until all have ended, one of them has failed or time is up."""
+    port = str(free_port())
     processes = []
     for rank, log in enumerate(logs):
         with log.open("w") as output:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, script, str(folder), *names],
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    command,
+                    env={**environment, "MASTER_PORT": port, "RANK": str(rank), "LOCAL_RANK": str(rank)},
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
                 )
             )
     try:
-        for process in processes:
-            process.wait(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        pass  # what did not finish did not pass
+        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+            if any(process.poll() for process in processes):
+                time.sleep(_GRACE_S)
+                break
+            time.sleep(0.05)
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    texts = [log.read_text() for log in logs]
-    passed = set.intersection(*(set(text.splitlines()) for text in texts)) & set(names)
-    return passed, "\n".join(f"rank {rank}:\n{text}" for rank, text in enumerate(texts))
 
 
 def main(scenarios: Mapping[str, Callable[[], None]], names: Sequence[str], *, backend: str, limit_s: float) -> None:
