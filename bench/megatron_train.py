@@ -24,6 +24,10 @@ from typing import Any, NamedTuple
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matrix product: for determinism
 
 import torch
+
+if __name__ == "__main__" and not torch.cuda.is_available():  # before Megatron, whose import takes seconds and warns
+    raise SystemExit("bench/megatron_train.py trains on a CUDA GPU, and torch sees none here.")
+
 from copies_only import run_copies_only
 from machine import machine_facts
 from megatron.core import parallel_state, tensor_parallel

@@ -25,7 +25,7 @@ import torch
 
 from fused_offload.megatron import is_installed
 from fused_offload.megatron.install import call_after_import
-from fused_offload.megatron.options import warn_if_copies_drift
+from fused_offload.megatron.options import check_model, warn_if_copies_drift
 from fused_offload.megatron.run import main
 from fused_offload.megatron.step_log import VARIABLE, checked_interval
 
@@ -43,19 +43,21 @@ def is_there(name: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("moments", "stochastic", "has_copies", "named"),
+    ("moments", "stochastic", "has_copies", "precision_aware", "named"),
     [
-        (torch.uint8, False, True, "exp_avg_dtype uint8"),
-        (torch.bfloat16, True, True, "exp_avg_dtype bfloat16"),
-        (torch.bfloat16, False, True, None),
-        (torch.uint8, False, False, None),
+        (torch.uint8, False, True, True, "exp_avg_dtype uint8"),
+        (torch.bfloat16, True, True, True, "exp_avg_dtype bfloat16"),
+        (torch.bfloat16, False, True, True, None),
+        (torch.float32, True, True, True, None),
+        (torch.uint8, False, False, True, None),
+        (torch.uint8, False, True, False, None),  # the dtypes do not count in Megatron's default mode
     ],
 )
 def test_copies_of_a_weight_on_two_stages(
-    moments: torch.dtype, stochastic: bool, has_copies: bool, named: str | None
+    moments: torch.dtype, stochastic: bool, has_copies: bool, precision_aware: bool, named: str | None
 ) -> None:
     config = SimpleNamespace(
-        use_precision_aware_optimizer=True,
+        use_precision_aware_optimizer=precision_aware,
         exp_avg_dtype=moments,
         exp_avg_sq_dtype=torch.float32,
         main_params_dtype=torch.float32,
@@ -71,6 +73,14 @@ def test_copies_of_a_weight_on_two_stages(
     if named is not None:
         assert messages[0].startswith(f"With {named}, rounding")
         assert "--untie-embeddings-and-output-weights" in messages[0]
+
+
+def test_a_megatron_fsdp_that_leaves_gradients_elsewhere_is_refused() -> None:
+    chunk = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True))
+    with pytest.raises(
+        ValueError, match=r"no DistributedDataParallelConfig.megatron_fsdp_use_decoupled_grad.*0\.18\.2"
+    ):
+        check_model(SimpleNamespace(use_precision_aware_optimizer=True), [chunk])
 
 
 needs_megatron = pytest.mark.skipif(not is_there("megatron.core"), reason="needs megatron-core")
@@ -623,6 +633,12 @@ def test_the_example_trains_and_resumes(tmp_path: Path) -> None:
     numel, host = re.findall(r"of ([0-9,]+) parameters on this rank:\n +([0-9,]+) bytes on the host", whole.stdout)[0]
     per_param = int(host.replace(",", "")) / int(numel.replace(",", ""))
     assert 10 <= per_param < 10.5
+
+
+def test_the_benchmark_says_in_one_line_that_it_needs_a_gpu(tmp_path: Path) -> None:
+    done = run([sys.executable, str(ROOT / "bench" / "megatron_train.py")], cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == ["bench/megatron_train.py trains on a CUDA GPU, and torch sees none here."]
 
 
 # -- what is written about other projects ----------------------------------------------------------------------------
