@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -122,6 +122,33 @@ class MegatronAdam(FusedOffloadAdam):
         self._settle_for_save()
         return pack(self.param_groups, self.state, Wanted(with_steps=True))
 
+    # -- loads that failed ---------------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> str | None:
+        """Error of a step or load that failed half-way, or None. Steps and saves are refused until a load succeeds."""
+        return self._stepper.failure
+
+    @failure.setter
+    def failure(self, reason: str | None) -> None:
+        self._stepper.failure = reason
+
+    @contextlib.contextmanager
+    def failure_set_aside(self) -> Iterator[None]:
+        """Allows state dicts within the context, also after a failure: one is needed to load into."""
+        failure, self.failure = self.failure, None
+        try:
+            yield
+        finally:
+            self.failure = failure
+
+    def has_live_state(self, tensors: Iterable[Any]) -> bool:
+        """Whether any of the tensors lies in the memory of this optimizer's state, or of a parameter."""
+        views = [view for entry in self.state.values() for view in entry.peek_all()]
+        views += [local_of(param) for param in self._all_params()]
+        storages = {view.untyped_storage().data_ptr() for view in views if view.numel()}
+        return any(tensor.untyped_storage().data_ptr() in storages for tensor in tensors if tensor.numel())
+
     # -- state dicts under DistributedOptimizer ------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -162,8 +189,10 @@ class MegatronAdam(FusedOffloadAdam):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As `FusedOffloadAdam.load_state_dict`; within `only_groups` takes over the groups alone."""
         if self._only_groups is None:
-            groups = [_without_hybrid_settings(group) for group in state_dict["param_groups"]]
-            super().load_state_dict({**state_dict, "param_groups": groups})
+            groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
+            if isinstance(groups, (list, tuple)):  # else refused in a moment
+                state_dict = {**state_dict, "param_groups": [_without_hybrid_settings(group) for group in groups]}
+            super().load_state_dict(state_dict)
             return
         self._wait_for_state()
         loaded = []
@@ -173,10 +202,11 @@ class MegatronAdam(FusedOffloadAdam):
             loaded.append({**group, **merged_group(_without_hybrid_settings(saved), group, step)})
             check_hyperparameters(loaded[-1])
         self.param_groups = loaded
-        self._stepper.failure = None
 
 
-def _without_hybrid_settings(group: dict[str, Any]) -> dict[str, Any]:
+def _without_hybrid_settings(group: Any) -> Any:
+    if not isinstance(group, dict):
+        return group
     return {key: value for key, value in group.items() if key not in _HYBRID_SETTINGS}
 
 

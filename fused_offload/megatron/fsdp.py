@@ -49,6 +49,9 @@ class FsdpHooks:
         """
         self._distributed = distributed
         leave_state_on_host()
+        # Megatron-Bridge and NeMo-RL copy from one of these to the other after a load, whoever has the masters.
+        distributed.model_float16_groups, distributed.shard_fp32_from_float16_groups = [], []
+        distributed.reload_model_params = self.reload_model_params
         for name in ("sharded_param_state_fsdp_dtensor", "_init_optimizer_states_with_dummy_values"):
             if not hasattr(distributed, name):
                 raise RuntimeError(_unknown(f"DistributedOptimizer.{name}"))
@@ -58,6 +61,13 @@ class FsdpHooks:
     def inner(self) -> MegatronAdam:
         """The inner optimizer."""
         return inner_of(self._distributed)
+
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Does nothing: Megatron-FSDP has the masters.
+
+        Args:
+            state_dict: not used.
+        """
 
     def _init_optimizer_states_with_dummy_values(self) -> None:
         """Makes state and step counts to load into, without the step that decays weights and reads old gradients."""

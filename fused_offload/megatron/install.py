@@ -33,9 +33,11 @@ from .options import (
 )
 from .overlap import Overlap
 from .places import FusedAdamPlaceAdam, Settings, building, hybrid_place, methods_that_name
+from .refusal import allow_loading
 from .saving import write_in_place
 from .step_log import checked_interval, log_steps
 from .te_check import warn_where_bits_differ
+from .undistributed import UndistributedHooks
 
 _ENTRY = "megatron.core.optimizer"
 _ADAPTED = "_fused_offload_hooks"
@@ -222,7 +224,8 @@ def _wrapped_factory(factory: Callable[..., Any], layout: Layout, installation: 
         if not _is_ours(config, layout):
             return factory(config, model_chunks, *args, **kwargs)
         check_config(config)  # fields may have been set since the configuration was made
-        check_model(config, model_chunks)
+        # Releases up to 0.17 hand over a chunk of Megatron-FSDP by itself.
+        check_model(config, model_chunks if isinstance(model_chunks, (list, tuple)) else [model_chunks])
         if not takes_hybrid_place(config) and (installation.settings.numerics or "te") == "te":
             warn_where_bits_differ()
         with building(config, installation.settings):
@@ -301,6 +304,9 @@ def adapt(optimizer: Any, layout: Layout) -> None:
                 write_in_place()
             if inner.offload.window_bytes:
                 hooks.append(Overlap(optimizer, inner))
+        else:
+            hooks.append(UndistributedHooks(optimizer))
+        allow_loading(optimizer)
     setattr(optimizer, _ADAPTED, hooks)
 
 

@@ -217,7 +217,13 @@ def uses_fsdp(model_chunks: Sequence[Any]) -> bool:
 
 def _check_fsdp(config: Any, ddp_config: Any) -> None:
     handed, read = "megatron_fsdp_use_decoupled_grad", "use_precision_aware_optimizer"
-    if bool(getattr(ddp_config, handed, getattr(config, read))) != bool(getattr(config, read)):
+    if not hasattr(ddp_config, handed):
+        raise ValueError(
+            f"This Megatron-Core has no DistributedDataParallelConfig.{handed}, and its Megatron-FSDP leaves gradients "
+            "where no precision-aware step reads them. Use 0.18.2 or newer, or the distributed optimizer alone, or do "
+            "not install FusedOffloadAdam."
+        )
+    if bool(getattr(ddp_config, handed)) != bool(getattr(config, read)):
         raise ValueError(
             f"DistributedDataParallelConfig.{handed}={getattr(ddp_config, handed)}, but OptimizerConfig.{read}="
             f"{getattr(config, read)}: Megatron-FSDP would leave gradients where no step reads them. Set both alike."

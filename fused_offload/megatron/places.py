@@ -153,7 +153,10 @@ class HybridPlaceAdam(MegatronAdam):
         self.defaults["options"] = options
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `FusedOffloadAdam.add_param_group`."""
+        """As `FusedOffloadAdam.add_param_group`; DistributedOptimizer also gives views of fp32 parameters."""
+        for param in param_group["params"]:
+            if not param.is_leaf and param.requires_grad:
+                param.retain_grad()  # what torch asks of tensors that are no leaves; no backward pass reaches them
         options = self.defaults.pop("options", None)
         try:
             super().add_param_group(param_group)

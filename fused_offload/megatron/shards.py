@@ -7,6 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fused_offload.dtensors import local_of
+from fused_offload.tensors import has_own_memory
+
 
 class Shard(NamedTuple):
     """One model parameter's part on this rank.
@@ -28,6 +31,11 @@ class Shard(NamedTuple):
     def slice_of(self, whole: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor shaped like the model parameter, ``[stop - start]``."""
         return whole.detach().reshape(-1)[self.start : self.stop]
+
+    def weights(self) -> torch.Tensor:
+        """This rank's part of the model parameter, ``[stop - start]``; of a quantised one its values in float32."""
+        plain = has_own_memory(local_of(self.model_param))
+        return self.slice_of(self.model_param if plain else self.model_param.detach().float())
 
 
 class Shards:
@@ -60,6 +68,10 @@ class Shards:
     def __iter__(self) -> Iterator[Shard]:
         """All shards."""
         return iter(self._shards.values())
+
+    def __len__(self) -> int:
+        """How many there are."""
+        return len(self._shards)
 
     def of(self, model_param: torch.Tensor) -> Shard:
         """The shard of one model parameter that this rank has a part of."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from fused_offload.kernels.forms import join_remainder, split_remainder_
+from fused_offload.state import check_storable
 
 from .adam import MegatronAdam
 
@@ -40,6 +41,35 @@ def _read_master(inner: MegatronAdam, param: torch.Tensor) -> torch.Tensor:
     return join_remainder(param.detach().to(master.device), master)
 
 
+def check_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, Any]) -> None:
+    """Checks what a checkpoint holds of a parameter's state; changes nothing.
+
+    Args:
+        inner: the optimizer.
+        param: ``[numel]``, one of its parameters.
+        values: as `write_values` takes them.
+
+    Raises:
+        ValueError: for a missing value and another shape.
+        TypeError: for what is no tensor, and for a dtype that cannot be stored.
+    """
+    for key in (*_MOMENTS, "param"):
+        if key not in values:
+            raise ValueError(f"loaded state dict lacks {key} of a parameter; it has {sorted(map(str, values))}")
+        value = values[key]
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"loaded state dict has a {type(value).__name__} as {key}, not a tensor")
+        if value.shape != param.shape:
+            raise ValueError(
+                f"loaded state dict has {key} of shape {tuple(value.shape)}, but this rank's part of the parameter has "
+                f"{tuple(param.shape)}"
+            )
+        is_remainder = key == "param" and value.dtype == torch.int16
+        if is_remainder and not (inner.master_weights and param.dtype == torch.bfloat16):
+            raise TypeError(f"loaded state dict has 16-bit remainders of a {param.dtype} parameter's master weights")
+        check_storable(key, torch.int16 if is_remainder else torch.float32, value)
+
+
 def write_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, Any]) -> None:
     """Takes over what a checkpoint holds of a parameter's state.
 
@@ -47,33 +77,30 @@ def write_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, 
         inner: the optimizer.
         param: ``[numel]``, one of its parameters. Updated in place where it is part of the master (remainders), or is
             the master.
-        values: as `read_values` gives them, on any device; entries that are no tensors are left out.
+        values: as `read_values` gives them, on any device, checked by `check_values`.
     """
     for key in _MOMENTS:
-        if isinstance(values.get(key), torch.Tensor):
-            inner.set_scaled_state(param, key, values[key])
-    master = values.get("param")
-    if not isinstance(master, torch.Tensor):
-        return
+        inner.set_scaled_state(param, key, values[key])
     if inner.master_weights and param.dtype == torch.float32:
         # Such a parameter is its own master, and was loaded with the model. TransformerEngine's FusedAdam keeps and
         # saves another one, which it never updates.
         inner.state[param].unset_master()
-    elif inner.master_weights:
-        write_master(inner, param, master)
-    elif master is not param:
-        with torch.no_grad():
-            param.copy_(master)
+    elif values["param"] is not param:
+        write_master(inner, param, values["param"])
 
 
 def write_master(inner: MegatronAdam, param: torch.Tensor, master: torch.Tensor) -> None:
     """Makes fp32 values the master of a parameter.
 
     Args:
-        inner: an optimizer that owns the masters.
-        param: ``[numel]``. Where masters are kept as remainders it is updated in place: it is their upper half.
+        inner: the optimizer.
+        param: ``[numel]``. Updated in place where it is the master, or its upper half beside remainders.
         master: ``[numel]`` float32, on any device; or the int16 remainders beside ``param``.
     """
+    if not inner.master_weights or param.dtype == torch.float32:
+        with torch.no_grad():
+            param.copy_(master)
+        return
     inner.initialize_state(param)
     kept_as_remainder = inner.keeps_remainder(param)  # not read: a reader of checkpoints may have filled the live view
     if master.dtype == torch.int16:
@@ -86,6 +113,18 @@ def write_master(inner: MegatronAdam, param: torch.Tensor, master: torch.Tensor)
             param.copy_(upper)
         master = remainder
     inner.set_scaled_state(param, "master_param", master)
+
+
+def refresh_megatrons_master(master: torch.Tensor, weights: torch.Tensor) -> None:
+    """Takes over loaded weights where a master that Megatron keeps does not round to them.
+
+    Args:
+        master: float32, updated in place.
+        weights: the model's parameter, or this rank's part of it, shaped like ``master``.
+    """
+    is_rounding = (master.to(weights.dtype) == weights) | (master.isnan() & weights.isnan())
+    with torch.no_grad():
+        master.copy_(torch.where(is_rounding, master, weights.float()))
 
 
 def are_remainders(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:
@@ -101,8 +140,8 @@ def are_remainders(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) 
     """
     foreign = False
     for values, param in masters:
-        if values.dtype == torch.int16:
-            return True
+        if not values.is_floating_point():
+            return values.dtype == torch.int16
         flat = values.reshape(-1)
         whole = (flat == flat.round()) & (flat >= _INT16.min) & (flat <= _INT16.max)
         if not whole.all():

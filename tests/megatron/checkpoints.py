@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import pickle
 from collections.abc import Iterator
+from importlib.metadata import version
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint
 import torch.multiprocessing  # makes tensors travel in shared memory
 from job import Job, replaced
+from registry import NotInReleaseError
 
 FORMATS = ("dp_reshardable", "fully_reshardable", "legacy")
 GATHERED = "fully_reshardable, gathered on one rank"
@@ -22,7 +27,7 @@ def save(job: Job, directory: Path, kind: str) -> None:
     if job.rank == 0:
         directory.mkdir(parents=True)
     torch.distributed.barrier()
-    if kind == "legacy":
+    if kind in ("legacy", "torch"):
         _save_legacy(job, directory)
     else:
         from megatron.core import dist_checkpointing
@@ -67,16 +72,29 @@ def handed_to_writer() -> Iterator[list[torch.Tensor]]:
         yield tensors
 
 
+def need_reading() -> None:
+    """Leaves a scenario that reads distributed checkpoints where this torch lacks what Megatron calls."""
+    megatron = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
+    calls_with_no_dist = "no_dist" in inspect.getsource(megatron)
+    if calls_with_no_dist and "no_dist" not in inspect.signature(torch.distributed.checkpoint.load).parameters:
+        raise NotInReleaseError(
+            f"megatron-core {version('megatron-core')} reads checkpoints with no_dist=True, which torch "
+            f"{torch.__version__} does not take"
+        )
+
+
 def load(job: Job, directory: Path, kind: str) -> None:
     """Takes over model, optimizer and schedule."""
-    if kind == "legacy":
+    if kind in ("legacy", "torch"):
         common = torch.load(directory / "common.pt", weights_only=False)
         job.model.module.load_state_dict(common["model"])
         job.optimizer.load_state_dict(common["optimizer"])
-        job.optimizer.load_parameter_state(str(directory / "distrib_optim.pt"))
+        if kind == "legacy":
+            job.optimizer.load_parameter_state(str(directory / "distrib_optim.pt"))
     else:
         from megatron.core import dist_checkpointing
 
+        need_reading()
         common = dist_checkpointing.load(_sharded_state_dict(job, kind, is_loading=True), str(directory))
         job.model.module.load_state_dict(common["model"])
         job.optimizer.load_state_dict(common["optimizer"])
@@ -104,4 +122,5 @@ def _save_legacy(job: Job, directory: Path) -> None:
     common = {"model": job.model.module.state_dict(), "optimizer": job.optimizer.state_dict(), **_common(job)}
     if job.rank == 0:
         torch.save(common, directory / "common.pt")
-    job.optimizer.save_parameter_state(str(directory / "distrib_optim.pt"))
+    if hasattr(job.children[0], "save_parameter_state"):
+        job.optimizer.save_parameter_state(str(directory / "distrib_optim.pt"))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from job import PLAIN_LAYERS, SEQUENCE, VOCABULARY, ShardState, Step, replaced, te_branches
+from job import PLAIN_LAYERS, SEQUENCE, VOCABULARY, ShardState, Step, need_field, replaced, te_branches
 from reference_optimizer import ReferenceAdam
 
 import fused_offload.megatron as fom
@@ -180,6 +180,7 @@ def _build_model(spec: FsdpSpec) -> Any:
     from megatron.core.transformer.module import Float16Module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
+    need_field(DistributedDataParallelConfig, "megatron_fsdp_use_decoupled_grad")
     torch.manual_seed(spec.seed)
     config = TransformerConfig(
         num_layers=LAYERS,
@@ -250,6 +251,15 @@ class FsdpJob:
         elif spec.optimizer == "reference":
             self.inner.decoupled = spec.precision_aware
         self.iteration = 0
+
+    @property
+    def children(self) -> list[Any]:
+        """As those of a chain, which Megatron does not make here."""
+        return [self.optimizer]
+
+    @property
+    def inners(self) -> list[Any]:
+        return [self.inner]
 
     def _build_optimizer(self) -> Any:
         from megatron.core import optimizer as package

@@ -8,10 +8,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
 import torch
 from reference_optimizer import Forms, ReferenceAdam
+from registry import NotInReleaseError
 
 from fused_offload import OffloadConfig
 from fused_offload.kernels.forms import join_remainder
@@ -128,6 +130,12 @@ def offload_flags(fraction: float = 1.0, forms: Forms = Forms()) -> dict[str, An
     }
 
 
+def need_field(config: type, name: str) -> None:
+    """Leaves a scenario whose configuration class of Megatron has no such field in this release."""
+    if name not in {field.name for field in dataclasses.fields(config)}:
+        raise NotInReleaseError(f"megatron-core {version('megatron-core')} has no {config.__name__}.{name}")
+
+
 def optimizer_config(spec: JobSpec) -> Any:
     from megatron.core.optimizer import OptimizerConfig
 
@@ -147,6 +155,8 @@ def optimizer_config(spec: JobSpec) -> Any:
         fields["pin_cpu_grads"] = False  # there is nothing to pin memory for
     if spec.layout.grads_in_bf16:
         fields["main_grads_dtype"] = torch.bfloat16
+    for name, _ in spec.config:
+        need_field(OptimizerConfig, name)
     config = OptimizerConfig(**{**fields, **dict(spec.config)})
     if spec.optimizer in ("ours as FusedAdam", "FusedAdam"):
         # Asked for without offload from the start, Megatron would look for TransformerEngine itself.
@@ -234,12 +244,15 @@ class Job:
     def __init__(self, spec: JobSpec) -> None:
         self.spec = spec
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.model = build_model(spec)
+        self.model = self.build_model()
         self.optimizer = build_optimizer(spec, self.model)
         is_ours = spec.optimizer.startswith("ours")
         assert all(isinstance(inner, MegatronAdam) == is_ours for inner in self.inners), "another optimizer was built"
         self.iteration = 0
         self.scheduler = self._build_scheduler()
+
+    def build_model(self) -> Any:
+        return build_model(self.spec)
 
     def _build_scheduler(self) -> Any:
         from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -263,16 +276,21 @@ class Job:
     def forward_backward(self) -> float:
         """Gradients of the next iteration's batch, reduced over ranks."""
         generator = torch.Generator().manual_seed(1000 + self.iteration * 8 + self.rank)
-        tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=generator)
-        positions = torch.arange(SEQUENCE).expand(2, SEQUENCE).contiguous()
-        mask = torch.tril(torch.ones(1, 1, SEQUENCE, SEQUENCE)) < 0.5
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        loss = self.model(tokens, positions, mask, labels=tokens).float().mean()
+        loss = self.loss(generator)
         scale = self.optimizer.get_loss_scale().item() if self.spec.dtype == torch.float16 else 1.0
         (loss * scale).backward()
         self.model.finish_grad_sync()
         return loss.item()
+
+    def loss(self, generator: torch.Generator) -> torch.Tensor:
+        """Loss of a batch that the generator draws."""
+        tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=generator)
+        positions = torch.arange(SEQUENCE).expand(2, SEQUENCE).contiguous()
+        mask = torch.tril(torch.ones(1, 1, SEQUENCE, SEQUENCE)) < 0.5
+        loss: torch.Tensor = self.model(tokens, positions, mask, labels=tokens)
+        return loss.float().mean()
 
     def step(self) -> Step:
         loss = self.forward_backward()

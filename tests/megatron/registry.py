@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 
 class Phase(enum.Enum):
     """When a scenario runs, in this order."""
@@ -28,6 +30,10 @@ class Phase(enum.Enum):
 
 
 BOTH_WORLDS = (Phase.TWO_RANKS, Phase.ONE_RANK)
+
+
+class NotInReleaseError(Exception):
+    """A scenario raises this where the installed Megatron-Core lacks what it needs; tests of it are skipped."""
 
 
 class Context(NamedTuple):
@@ -66,13 +72,15 @@ def scenarios_of(phase: Phase, process: int, selected: str = "") -> list[tuple[i
 class Outcome(NamedTuple):
     """What became of a scenario in one process.
 
-    ``error`` is the traceback of what it raised; if there is none, ``value`` reads what it returned.
+    ``error`` is the traceback of what it raised; if there is none, ``value`` reads what it returned. ``lacks`` says
+    what the release does not have.
     """
 
     name: str
     phase: Phase
     process: int
     error: str | None
+    lacks: str | None
     seconds: float
     value: Callable[[], Any]
 
@@ -89,6 +97,9 @@ class Results:
     def ranks(self, name: str, phase: Phase) -> list[Any]:
         """A scenario's values, one a rank."""
         outcomes = self._outcomes.get((name, phase), [])
+        lacks = [outcome.lacks for outcome in outcomes if outcome.lacks is not None]
+        if lacks:
+            pytest.skip(lacks[0])
         errors = [f"process {o.process}: {o.error}" for o in outcomes if o.error is not None]
         if errors:
             raise AssertionError(f"scenario {name!r} ({phase.value}) failed\n" + "\n".join(errors))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from checkpoints import FORMATS
+from checkpoints import FORMATS, need_reading
 from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, build_model, build_optimizer, replaced, te_branches
 from registry import Context, Phase, scenario
 
@@ -128,14 +128,40 @@ def _resume(context: Context) -> dict[str, Any]:
             torch.distributed.barrier()
             dist_checkpointing.save(_optimizer_state(job, kind, is_loading=False), str(directory))
             torch.distributed.barrier()
+            need_reading()
             loaded = dist_checkpointing.load(_optimizer_state(other, kind, is_loading=True), str(directory))
             other.optimizer.load_state_dict(loaded["optimizer"])
-            for param, source in zip(other.model.parameters(), job.model.parameters(), strict=True):
-                memory, values = (p._data if isinstance(p, QuantisedLike) else p.data for p in (param, source))
-                memory.copy_(values)
+            _take_weights(other, job)
             other.scheduler.load_state_dict(job.scheduler.state_dict())
             other.iteration = job.iteration
             results[kind] = [{"log": run.train(2), **run.snapshot()} for run in (job, other)]
+    return results
+
+
+def _take_weights(job: Job, donor: Job) -> None:
+    for param, source in zip(job.model.parameters(), donor.model.parameters(), strict=True):
+        memory, values = (p._data if isinstance(p, QuantisedLike) else p.data for p in (param, source))
+        memory.copy_(values)
+
+
+def _reloaded(context: Context) -> dict[str, list[tuple[bool, torch.Tensor, torch.Tensor]]]:
+    """Whether a parameter is quantised, its master after a reload, and the weights that were loaded, in both places."""
+    results = {}
+    for optimizer in ("ours", "ours as FusedAdam"):
+        with quantised_models(), te_branches() if optimizer != "ours" else contextlib.nullcontext():
+            spec = JobSpec(optimizer, lr=1e-3, config=_MEGATRONS_MASTERS)
+            job, donor = Job(spec), Job(spec._replace(seed=2))
+            job.train(1)
+            _take_weights(job, donor)
+            job.optimizer.reload_model_params()
+            results[optimizer] = [
+                (
+                    isinstance(shard.model_param, QuantisedLike),
+                    shard.param.clone(),
+                    shard.model_param.float().reshape(-1)[shard.start : shard.stop].detach().clone(),
+                )
+                for shard in job.shards()
+            ]
     return results
 
 
@@ -170,5 +196,6 @@ def _left_in_groups(context: Context) -> list[str]:
 
 scenario("quantised parameters train", _train, (Phase.TWO_RANKS,))
 scenario("quantised parameters resumed", _resume, (Phase.TWO_RANKS,))
+scenario("quantised parameters reloaded", _reloaded, (Phase.TWO_RANKS,))
 scenario("quantised parameters refused", _refused, (Phase.ONE_RANK,))
 scenario("quantised parameters left", _left_in_groups, (Phase.ONE_RANK,))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import os
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +15,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from fsdp_job import DEVICE, FsdpJob, FsdpSpec, ShardReference, fake_gpu, load, optimizer_config, save, state_dict
 from job import replaced
-from registry import BOTH_WORLDS, Context, Phase, scenario
+from registry import BOTH_WORLDS, Context, NotInReleaseError, Phase, scenario
+from walkers import REFRESHES
 
 import fused_offload.megatron as fom
 from fused_offload import FusedOffloadAdam, OffloadConfig
@@ -66,17 +69,22 @@ for _name, _run in RUNS.items():
     scenario(training_name(_name), lambda context, run=_run: _training(context, run), _run.phases)
 
 
+PLACES = ("ours", "ours as FusedAdam")
+
+
 def _moved_away(context: Context) -> dict[str, Any]:
-    """What RL frameworks call between steps, after each."""
+    """What RL frameworks call between steps, after each, also what refreshes masters that others have."""
     results = {}
     with fake_gpu():
-        for name in ("moved", "left"):
-            job = FsdpJob(FsdpSpec())
+        for name in (*PLACES, "left"):
+            job = FsdpJob(FsdpSpec("ours" if name == "left" else name))
             for _ in range(3):
                 job.step()
-                if name == "moved":
+                if name != "left":
                     job.optimizer.offload_to_cpu()
                     job.optimizer.restore_from_cpu()
+                    for refresh in REFRESHES:
+                        refresh(job)
             results[name] = job.snapshot()
     return results
 
@@ -259,6 +267,8 @@ def fully_sharded(optimizer: str, *, decoupled: bool, fraction: float = 1.0, see
     from megatron.core.distributed.fsdp.src.megatron_fsdp import fully_shard
     from torch.distributed.device_mesh import DeviceMesh
 
+    if "use_decoupled_grad" not in inspect.signature(fully_shard).parameters:
+        raise NotInReleaseError(f"fully_shard of megatron-core {version('megatron-core')} has no use_decoupled_grad")
     torch.manual_seed(seed)
     layers = [torch.nn.Linear(30, 50), torch.nn.ReLU(), torch.nn.Linear(50, 50), torch.nn.ReLU()]
     model = torch.nn.Sequential(*layers, torch.nn.Linear(50, 7)).to(DEVICE)

@@ -320,6 +320,7 @@ def _logged(context: Context) -> dict[str, str]:
         try:
             with contextlib.redirect_stdout(output), fom.installed(log_interval=interval):
                 optimizer = get_megatron_optimizer(optimizer_config(spec), [build_model(spec)])
+                type(optimizer)(optimizer.chained_optimizers)  # another chain of the same optimizers
                 for _ in range(5):
                     for child in optimizer.chained_optimizers:
                         child.optimizer.step()
@@ -375,5 +376,21 @@ def _refused_windows(context: Context) -> dict[str, Any]:
     return {"messages": messages, "installed": fom.is_installed()}
 
 
+def _begun(context: Context) -> dict[str, list[int]]:
+    """How often what was prefetched is given back when an iteration begins, after one without a step."""
+    calls: dict[str, list[int]] = {}
+    for name, window_bytes in (("window", 60000), ("none", 0)):
+        job = Job(JobSpec(window_bytes=window_bytes))
+        job.train(2)
+        (inner,) = job.inners
+        job.forward_backward()
+        made = calls.setdefault(name, [])
+        with replaced((inner, "cancel_prefetch", lambda made=made: made.append(1))):
+            job.optimizer.zero_grad()
+        del inner.cancel_prefetch
+    return calls
+
+
+scenario("an iteration begins", _begun, _ONE)
 scenario("windows", _windows, _TWO)
 scenario("refused windows", _refused_windows, _ONE)

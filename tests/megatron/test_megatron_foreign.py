@@ -11,6 +11,8 @@ from registry import Phase, Results
 from scenarios_checkpoint import BEFORE
 from scenarios_foreign import FROM_REMAINDERS, TRANSFERS, WRITTEN_FORMS, Transfer, written_name
 
+from fused_offload.megatron.values import are_remainders
+
 ALL = pytest.mark.parametrize("case", TRANSFERS, ids=lambda case: case.name)
 REFUSED = [case for case in FROM_REMAINDERS if case.kind != "dp_reshardable"]
 TAKEN = [case for case in FROM_REMAINDERS if case.kind == "dp_reshardable"]
@@ -100,3 +102,26 @@ def test_files_hold_the_true_masters_and_unscaled_moments(results: Results, kind
         assert not torch.equal(values["master_param"], values["master_param"].to(torch.bfloat16).float()) or (
             values["master_param"].numel() < 64
         )
+
+
+_WHOLE = torch.tensor([3.0, -200.0, 0.0])
+_FITTING = _WHOLE.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("masters", "expected"),
+    [
+        ([(_WHOLE, None)], True),
+        ([(_WHOLE, torch.ones(3).bfloat16())], True),
+        ([(_WHOLE.short(), _FITTING)], True),
+        ([(_WHOLE, _FITTING)], False),
+        ([(_WHOLE + 0.5, None)], False),
+        ([(_WHOLE, None), (_WHOLE + 0.5, None)], False),
+        ([], False),
+        ([(torch.empty(0), None)], False),
+        ([(torch.empty(0), torch.empty(0).bfloat16())], False),
+        ([(_WHOLE.long(), None)], False),
+    ],
+)
+def test_what_is_taken_for_remainders(masters: list[tuple[torch.Tensor, torch.Tensor | None]], expected: bool) -> None:
+    assert are_remainders(masters) is expected

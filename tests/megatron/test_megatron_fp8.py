@@ -21,6 +21,15 @@ from registry import Phase, Results
 from scenarios_fp8 import quantised
 
 
+@pytest.mark.parametrize("place", ["ours", "ours as FusedAdam"])
+def test_loaded_weights_go_into_masters_of_megatron(results: Results, place: str) -> None:
+    for run in results.ranks("quantised parameters reloaded", Phase.TWO_RANKS):
+        shards = run[place]
+        assert any(is_quantised for is_quantised, _, _ in shards)
+        for is_quantised, master, weights in shards:
+            assert_same(master if is_quantised else master.bfloat16().float(), weights, place)
+
+
 def test_masters_of_megatron_are_stepped_and_parameters_quantised_from_them(results: Results) -> None:
     runs = results.ranks("quantised parameters train", Phase.TWO_RANKS)
     for rank, run in enumerate(runs):

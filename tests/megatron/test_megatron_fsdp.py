@@ -8,7 +8,7 @@ import re
 import pytest
 from comparison import assert_same, whole_state
 from registry import BOTH_WORLDS, Phase, Results
-from scenarios_fsdp import BEFORE, RESUMES, RUNS, resume_name, training_name
+from scenarios_fsdp import BEFORE, PLACES, RESUMES, RUNS, resume_name, training_name
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("einops") is None, reason="Megatron-FSDP needs einops")
 
@@ -38,9 +38,12 @@ def test_some_shards_are_empty_on_either_rank(results: Results) -> None:
         assert 0 in run["shards"]
 
 
-def test_moving_the_optimizer_away_and_back_changes_nothing(results: Results) -> None:
+@pytest.mark.parametrize("place", PLACES)
+def test_moving_the_optimizer_away_and_back_and_refreshing_masters_changes_nothing(
+    results: Results, place: str
+) -> None:
     for rank, run in enumerate(results.ranks("Megatron-FSDP, moved away and back", Phase.TWO_RANKS)):
-        assert_same(run["moved"], run["left"], f"rank {rank}")
+        assert_same(run[place], run["left"], f"rank {rank}")
 
 
 @pytest.mark.parametrize("number", [0, 1])

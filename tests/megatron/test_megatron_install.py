@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import version
 
 import pytest
 from comparison import assert_same
@@ -68,7 +69,7 @@ def test_an_unknown_layout_gets_one_message_and_keeps_its_optimizer(results: Res
     run = results.ranks("unknown layout", Phase.ONE_RANK)[0][path]
     (message,) = run["warnings"]
     assert path in message
-    assert "0.19.2" in message
+    assert version("megatron-core") in message
     assert run["changed"] == []
     assert run["classes"] == ["AdamW"]
 
@@ -107,7 +108,7 @@ def test_unknown_numerics_install_nothing(results: Results) -> None:
 @pytest.mark.parametrize("what", ["all", "nothing", "experts"])
 def test_the_first_rank_says_once_which_class_is_active(results: Results, what: str) -> None:
     first, second = results.ranks("what is said", Phase.TWO_RANKS)
-    for name in ("FusedOffloadAdam", "HybridDeviceOptimizer", "0.19.2", "remainder"):
+    for name in ("FusedOffloadAdam", "HybridDeviceOptimizer", version("megatron-core"), "remainder"):
         assert name in first[what]["printed"]
     assert first[what]["printed"].count("FusedOffloadAdam") == 1
     assert second[what]["printed"] == ""
@@ -149,6 +150,11 @@ def test_the_variable_stands_in_for_the_window_where_no_offload_is_given(results
         == ["fused-offload: up to 6e-05 GB of it moves under the backward and the next forward pass."]
     )
     assert "--use-distributed-optimizer" in lines[5][0]
+
+
+def test_a_new_iteration_gives_back_what_was_prefetched_for_one_without_a_step(results: Results) -> None:
+    (run,) = results.ranks("an iteration begins", Phase.ONE_RANK)
+    assert run == {"window": [1], "none": []}
 
 
 def test_a_variable_that_is_no_window_installs_nothing(results: Results) -> None:

@@ -29,6 +29,8 @@ MODULES = (
     "scenarios_skips",
     "scenarios_fp8",
     "scenarios_rounding",
+    "scenarios_wrappings",
+    "scenarios_damage",
     *(["scenarios_fsdp"] if importlib.util.find_spec("einops") else []),  # which Megatron-FSDP imports
 )
 _PATIENCE = timedelta(seconds=60)
@@ -58,16 +60,18 @@ class Worker:
 
     def _run(self, scenario: registry.Scenario, path: Path) -> bool:
         """Leaves the outcome in files; whether there was no error."""
-        started, value, error = time.monotonic(), None, None
+        started, value, error, lacks = time.monotonic(), None, None, None
         try:
             if scenario.phase is not Phase.BEFORE_IMPORT:
                 self._join_groups(scenario.phase)
             value = scenario.function(Context(self._directory, scenario.phase))
+        except registry.NotInReleaseError as reason:
+            lacks = str(reason)
         except Exception:
             error = traceback.format_exc()
         seconds = time.monotonic() - started
         torch.save(value, path.with_suffix(path.suffix + ".value"))
-        outcome = (scenario.name, scenario.phase, self._process, error, seconds)
+        outcome = (scenario.name, scenario.phase, self._process, error, lacks, seconds)
         path.with_suffix(path.suffix + ".outcome").write_bytes(pickle.dumps(outcome))
         return error is None
 

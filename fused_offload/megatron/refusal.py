@@ -1,0 +1,58 @@
+"""Loads that Megatron or this package refuses: the error that is raised, and whether anything was changed."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+_DAMAGE = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RecursionError)
+"""What Megatron raises for a state dict that lacks something or holds something else."""
+
+
+def refusal(error: Exception) -> Exception:
+    """The error to raise for a load that failed: a ValueError if the state dict is to blame.
+
+    Args:
+        error: what was raised.
+    """
+    if isinstance(error, _DAMAGE) or type(error) is RuntimeError:
+        return ValueError(
+            f"The loaded state dict does not belong to this optimizer ({type(error).__name__}: {error}). Load one that "
+            "was saved from the same model with the same groups."
+        )
+    return error
+
+
+def allow_loading(optimizer: Any) -> None:
+    """Lets one Megatron optimizer make a state dict to load into after a failure, which stays until it is loaded.
+
+    Args:
+        optimizer: a MegatronOptimizer whose inner optimizer is a `MegatronAdam`.
+    """
+    make = optimizer.sharded_state_dict
+
+    @functools.wraps(make)
+    def sharded_state_dict(*args: Any, **kwargs: Any) -> Any:
+        is_loading = inspect.signature(make).bind(*args, **kwargs).arguments.get("is_loading", False)
+        with optimizer.optimizer.failure_set_aside() if is_loading else contextlib.nullcontext():
+            return make(*args, **kwargs)
+
+    optimizer.sharded_state_dict = sharded_state_dict
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """All dense tensors with data in nested dictionaries, lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        if value.layout == torch.strided and value.device.type != "meta":
+            yield value
+    elif isinstance(value, Mapping):
+        for inner in value.values():
+            yield from tensors_in(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from tensors_in(inner)

@@ -1,0 +1,107 @@
+"""Megatron's optimizers for whole parameters, with FusedOffloadAdam inside; bound to the instance, not the class."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fused_offload.state import check_storable
+
+from .adam import MegatronAdam
+from .refusal import refusal, tensors_in
+from .values import refresh_megatrons_master
+
+
+class UndistributedHooks:
+    """Replaces methods of one Float16OptimizerWithFloat16Params or FP32Optimizer.
+
+    The first of these keeps fp32 masters of 16-bit parameters on the GPU; the other has none.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        """Binds the methods.
+
+        Args:
+            optimizer: one of the two, whose inner optimizer is a `MegatronAdam`.
+        """
+        self._optimizer = optimizer
+        self._inner: MegatronAdam = optimizer.optimizer
+        self._load = optimizer.load_state_dict
+        optimizer.init_state_fn = self.make_state
+        optimizer.load_state_dict = self.load_state_dict
+        optimizer.reload_model_params = self.reload_model_params
+
+    def make_state(self, inner: MegatronAdam, config: Any = None) -> None:
+        """Makes state to load a checkpoint into, in host memory.
+
+        Args:
+            inner: the inner optimizer.
+            config: not used.
+        """
+        inner.dummy_step()
+
+    def _masters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Parameters of the model and their masters."""
+        groups = getattr(self._optimizer, "float16_groups", [])
+        for params, masters in zip(groups, getattr(self._optimizer, "fp32_from_float16_groups", []), strict=True):
+            yield from zip(params, masters, strict=True)
+
+    def reload_model_params(self, state_dict: Any = None) -> None:
+        """Takes over weights that were loaded into the model; moments and step counts stay.
+
+        Args:
+            state_dict: must be None, as for Megatron's own.
+
+        Raises:
+            ValueError: with a state dict.
+        """
+        if state_dict is not None:
+            raise ValueError(
+                "Masters can be taken out of a state dict only with --use-distributed-optimizer. Leave "
+                "--load-main-params-from-ckpt out."
+            )
+        for param, master in self._masters():
+            refresh_megatrons_master(master, param.detach())
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over state, masters and grad scaler.
+
+        Raises:
+            ValueError: for a state dict that does not belong to this optimizer.
+            TypeError: for values that cannot be stored. What was changed by then is never stepped: steps are refused
+                until a load succeeds.
+        """
+        inner = self._inner
+        groups = inner.param_groups
+        try:
+            self._check_masters(state_dict)
+            self._load(state_dict)
+        except BaseException as error:
+            if inner.param_groups is not groups or inner.has_live_state(tensors_in(state_dict)):
+                inner.failure = repr(error)
+            if isinstance(error, Exception):
+                raise refusal(error) from error
+            raise
+
+    def _check_masters(self, state_dict: dict[str, Any]) -> None:
+        """Checks masters before anything is changed; Megatron copies them last, as many as there are."""
+        groups = getattr(self._optimizer, "fp32_from_float16_groups", None)
+        if groups is None:
+            return
+        saved = state_dict.get("fp32_from_fp16_params", state_dict.get("fp32_from_fp16", ()))
+        if [len(group) for group in saved] != [len(group) for group in groups]:
+            raise ValueError(
+                f"loaded state dict has master weights of {[len(group) for group in saved]} parameters in its groups, "
+                f"here {[len(group) for group in groups]}"
+            )
+        for given, master in zip(itertools.chain(*saved), itertools.chain(*groups), strict=True):
+            if not isinstance(given, torch.Tensor):
+                raise TypeError(f"loaded state dict has a {type(given).__name__} as master weights, not a tensor")
+            check_storable("master weights", torch.float32, given)
+            if given.shape != master.shape:
+                raise ValueError(
+                    f"loaded state dict has master weights of shape {tuple(given.shape)}, here {tuple(master.shape)}"
+                )
