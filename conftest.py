@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import os
+import platform
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +27,31 @@ os.environ["COLUMNS"] = "200"  # of the tables that are looked at, whatever term
 if not torch.cuda.is_available():
     # Read by Triton when it decorates a kernel, so it must be set before any module of ours is imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_configure() -> None:
+    """Lets the interpreters of Triton 3.4 to 3.6 use a number as an index, which NumPy 2.4 and newer refuse them."""
+    if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_and_mend(tensor: Any, *scope: Any) -> None:
+        patch(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()
+
+    interpreter._patch_lang_tensor = patch_and_mend
+
+
+_PACKAGES = ("torch", "triton", "numpy", "megatron-core", "transformer-engine")
+
+
+def pytest_report_header() -> str:
+    """Versions that a line of docs/support.md names."""
+    installed = {dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()}
+    versions = [f"{name} {installed.get(name, 'not installed')}" for name in _PACKAGES]
+    return f"versions: Python {platform.python_version()}, {', '.join(versions)}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

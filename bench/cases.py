@@ -148,6 +148,4 @@ def release_memory() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        empty_host_cache = getattr(torch._C, "_host_emptyCache", None)
-        if empty_host_cache is not None:
-            empty_host_cache()
+        torch._C._host_emptyCache()

@@ -102,18 +102,13 @@ def test_a_steady_step_allocates_nothing() -> None:
         optimizer.step()
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    host = (
-        torch.cuda.host_memory_stats().get("allocation.all.allocated", 0)
-        if hasattr(torch.cuda, "host_memory_stats")
-        else 0
-    )
+    host = torch.cuda.host_memory_stats().get("allocation.all.allocated", 0)
     rss = psutil.Process().memory_info().rss
     for _ in range(5):
         optimizer.step()
     torch.cuda.synchronize()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
-    if hasattr(torch.cuda, "host_memory_stats"):
-        assert torch.cuda.host_memory_stats().get("allocation.all.allocated", 0) == host
+    assert torch.cuda.host_memory_stats().get("allocation.all.allocated", 0) == host
     assert psutil.Process().memory_info().rss - rss < 16 * MIB
     optimizer.close()
 

@@ -18,8 +18,11 @@ _GOOD_NODE_SHARE = 0.6
 _GOOD_ROOM = 0.5
 """Of the host's memory. Who has less free probably did not expect it: state is the largest thing on the host."""
 
-_BLACKWELL, _BLACKWELL_TRITON = (10, 0), (3, 3)
+_BLACKWELL, _BLACKWELL_TRITON = (10, 0), "3.3"
 """First compute capability of Blackwell GPUs, and first Triton that compiles for them."""
+
+OLDEST = {"torch": "2.8", "triton": "3.4", "megatron-core": "0.17"}
+"""Oldest releases that were tested, see docs/support.md. pip asks for them, unless it is told to ask for nothing."""
 
 Level = Literal["ok", "warning", "problem"]
 
@@ -61,7 +64,19 @@ def _versions(machine: Machine) -> list[Finding]:
     findings = [Finding("ok", "versions", found)]
     if machine.gpus and versions.get("triton") is None:
         findings.append(Finding("problem", "triton", "not installed", "pip install triton: the GPU's kernels need it"))
+    for name in ("torch", "triton"):
+        if _is_older(versions.get(name), OLDEST[name]):
+            advice = f"pip install 'torch>={OLDEST['torch']}', which brings its Triton"
+            findings.append(Finding("warning", name, f"{versions[name]}; {OLDEST[name]} is the oldest tested", advice))
     return findings
+
+
+def _is_older(version: str | None, than: str) -> bool:
+    """Whether a version is below another in its first two numbers; not where it is unknown."""
+    found, lowest = (re.match(r"(\d+)\.(\d+)", text) for text in (version or "", than))
+    return (
+        found is not None and lowest is not None and tuple(map(int, found.groups())) < tuple(map(int, lowest.groups()))
+    )
 
 
 def _gpus(machine: Machine) -> list[Finding]:
@@ -92,7 +107,7 @@ def _compiler(name: str, gpu: Gpu, triton: str | None) -> list[Finding]:
     if gpu.capability is None or gpu.capability < _BLACKWELL or not _is_older(triton, _BLACKWELL_TRITON):
         return []
     found = f"compute capability {gpu.capability[0]}.{gpu.capability[1]}, Triton {triton}"
-    advice = "Blackwell needs Triton 3.3 or newer: install torch 2.7 or newer, which comes with one"
+    advice = f"Blackwell needs Triton {_BLACKWELL_TRITON} or newer: pip install 'torch>={OLDEST['torch']}' brings one"
     return [Finding("problem", f"{name}: compiler", found, advice)]
 
 
@@ -244,22 +259,14 @@ def _host(machine: Machine) -> list[Finding]:
     return findings
 
 
-MEGATRON_TESTED = "0.19.2"
-
-
-def _is_older(version: str | None, than: tuple[int, int]) -> bool:
-    """Whether a version is below another; not where it is unknown."""
-    major_minor = re.match(r"(\d+)\.(\d+)", version or "")
-    return major_minor is not None and (int(major_minor[1]), int(major_minor[2])) < than
-
-
 def _megatron(machine: Machine) -> list[Finding]:
     findings = []
     for what, module in (("TransformerEngine", "transformer_engine"), ("Megatron-Core", "megatron.core")):
         why = machine.missing[module]
-        if module == "megatron.core" and why is None and _is_older(machine.versions.get("megatron-core"), (0, 19)):
-            found = f"megatron-core {machine.versions['megatron-core']}; tested with {MEGATRON_TESTED}"
-            advice = f"pip install 'megatron-core>={MEGATRON_TESTED}', with Python 3.12 or newer"
+        version, oldest = machine.versions.get("megatron-core"), OLDEST["megatron-core"]
+        if module == "megatron.core" and why is None and _is_older(version, oldest):
+            found = f"megatron-core {version}; {oldest} is the oldest tested"
+            advice = f"pip install 'megatron-core>={oldest}', with Python 3.12 or newer"
             findings.append(Finding("warning", what, found, advice))
         elif why in (None, NOT_FOUND):
             findings.append(Finding("ok", what, f"{why or 'found'} (optional)"))
