@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 from fractions import Fraction
 from typing import NamedTuple
@@ -96,6 +97,11 @@ def f32(values: np.ndarray | float) -> np.ndarray:
     return np.asarray(values, np.float64).astype(np.float32).astype(np.float64)
 
 
+def fma32(a: np.ndarray, b: float, c: np.ndarray) -> np.ndarray:
+    """A multiply-add of float32 numbers, rounded once; float64 would lose what decides between two halves."""
+    return (a.astype(np.longdouble) * b + c).astype(np.float32).astype(np.float64)
+
+
 def to_bf16(values: np.ndarray) -> np.ndarray:
     """Float32 numbers, held in float64, rounded to the nearest even bfloat16."""
     pattern = values.astype(np.float32).view(np.uint32).astype(np.uint64)
@@ -141,7 +147,7 @@ def param_by_hand(values: np.ndarray, dtype: torch.dtype, master: Form | None) -
 
 
 class ByHand:
-    """One parameter and its state; every operation is a float64 one, rounded to float32."""
+    """One parameter and its state; every operation is rounded to float32 once."""
 
     def __init__(self, param: torch.Tensor, forms: tuple[Form, Form, Form | None]) -> None:
         self.dtype = param.dtype
@@ -158,15 +164,16 @@ class ByHand:
         if grad_scale is not None:
             g = f32(g / grad_scale)
         if not s.adam_w_mode:
-            g = f32(p * s.weight_decay + g)
-        m = f32(self.m * s.beta1 + f32(g * s.one_minus_beta1))
-        v = f32(self.v * s.beta2 + f32(f32(g * s.one_minus_beta2) * g))
+            g = fma32(p, s.weight_decay, g)
+        m = fma32(self.m, s.beta1, f32(g * s.one_minus_beta1))
+        v = fma32(self.v, s.beta2, f32(f32(g * s.one_minus_beta2) * g))
         self.m, self.v = stored_by_hand(m, exp_avg), stored_by_hand(v, exp_avg_sq)
         den = f32(f32(np.sqrt(f32(v / s.bias_correction2))) + s.eps)
         u = f32(f32(m / s.bias_correction1) / den)
         if s.adam_w_mode:
-            u = f32(p * s.weight_decay + u)
-        p = f32(p - s.lr * u)
+            u = fma32(p, s.weight_decay, u)
+        assert isinstance(s.lr, float)
+        p = fma32(u, -s.lr, p)
         self.param = param_by_hand(p, self.dtype, master)
         self.master = p if master in (None, REMAINDER) else stored_by_hand(p, master)
 
@@ -213,6 +220,41 @@ def test_bit_for_bit_the_specification(dtype: torch.dtype, master: Form | None, 
             assert differing(decode(state.exp_avg_sq), by_hand.v) == 0
             if master is not None:
                 assert differing(master_values(param, state), by_hand.master) == 0
+
+
+def nearest_fp32(exact: Fraction) -> float:
+    """The nearest float32, ties to even, from the distances to its neighbours."""
+    near = np.float32(float(exact))
+    neighbours = [near, np.nextafter(near, np.float32(-np.inf)), np.nextafter(near, np.float32(np.inf))]
+    return float(min(neighbours, key=lambda it: (abs(Fraction(float(it)) - exact), int(it.view(np.int32)) & 1)))
+
+
+@pytest.mark.parametrize("kind", ["few bits", "any bits", "subnormal"])
+def test_multiply_adds_round_once(kind: str) -> None:
+    # Stored moments of few bits times a decay are often half way between two numbers of float32; what a small gradient
+    # adds then decides, and float64 has no place for it.
+    random = np.random.default_rng(0)
+    b, numel = float(np.float32(0.99)), 2000
+    a = (random.integers(1, 256, numel) * 2.0 ** random.integers(-8, 8, numel)).astype(np.float32)
+    c = (random.normal(size=numel) * 10.0 ** random.integers(-30, -5, numel)).astype(np.float32)
+    if kind == "any bits":
+        a = random.normal(size=numel).astype(np.float32)
+    if kind == "subnormal":
+        a, c = (a * np.float32(2.0**-140)), (c * np.float32(1e-35))
+    out = reference._fma_(torch.from_numpy(a), b, torch.from_numpy(c), torch.empty(numel))
+    exact = [Fraction(float(x)) * Fraction(b) + Fraction(float(z)) for x, z in zip(a, c, strict=True)]
+    assert out.tolist() == [nearest_fp32(value) for value in exact]
+
+
+def test_multiply_adds_of_zeros_infinities_and_nans() -> None:
+    nan, inf = math.nan, math.inf
+    a = torch.tensor([-0.0, 0.0, -0.0, inf, inf, nan, 1.0])
+    c = torch.tensor([-0.0, -0.0, 0.0, 1.0, -inf, 1.0, -0.5])
+    out = reference._fma_(a, 0.5, c, torch.empty(7))
+    assert torch.signbit(out[:3]).tolist() == [True, False, False]
+    assert out[3] == inf
+    assert out[4:6].isnan().all()
+    assert bits(out[6:]).tolist() == [0]
 
 
 # -- against Adam in float64 -----------------------------------------------------------------------------------------
