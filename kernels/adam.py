@@ -193,7 +193,8 @@ def _update_block(
     update = _div(_div(m_new, zero + bias_correction1, NUMERICS), _add(root, zero + eps, NUMERICS), NUMERICS)
     if ADAM_W:
         update = _fma(p, zero + weight_decay, update, NUMERICS)
-    p = _fma(-update, zero + lr, p, NUMERICS)
+    # Not -update: Triton 3.6 computes 0 - update, which is +0 for an update of +0 and makes +0 of a parameter of -0.
+    p = _fma(update * -1.0, zero + lr, p, NUMERICS)
 
     p_model_new = p
     if CAN_SKIP:

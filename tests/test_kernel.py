@@ -341,6 +341,37 @@ def test_awkward_sizes_in_one_launch(setup: Setup, device: torch.device) -> None
         assert not torch.equal(actual.buffers()[f"param {index}"], before[f"param {index}"])
 
 
+@pytest.mark.parametrize("numerics", ["ieee", pytest.param("te", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("lr", [0.01, 0.0])
+@pytest.mark.parametrize("adam_w_mode", [True, False])
+@pytest.mark.parametrize(
+    ("param_dtype", "master"),
+    [
+        (dtype, master)
+        for dtype, master in itertools.product(DTYPES, (None, FP32, FP16, REMAINDER))
+        if master is not REMAINDER or dtype == torch.bfloat16
+    ],
+    ids=lambda value: str(value.name if isinstance(value, Form) else value),
+)
+def test_zeros_without_a_gradient_keep_their_sign(
+    param_dtype: torch.dtype, master: Form | None, adam_w_mode: bool, lr: float, numerics: str, device: torch.device
+) -> None:
+    setup = Setup(param_dtype, master=master, adam_w_mode=adam_w_mode)
+    actual, expected = both(setup, (8,), device)
+    values = torch.tensor([-0.0, 0.0] * 4, dtype=param_dtype)
+    grads = torch.tensor([0.0, 0.0, -0.0, -0.0] * 2)
+    for world in (actual, expected):
+        world.param(0).copy_(values)
+        world.grad(0).copy_(grads)
+    for step in (1, 2):
+        actual.kernel_step(scalars_of(setup, step, lr=lr), actual.pieces(), numerics=numerics)
+        expected.reference_step(scalars_of(setup, step, lr=lr), expected.pieces())
+        assert_same_memory(actual, expected)
+        assert torch.equal(bits(actual.param(0).cpu()), bits(values))
+        for world in (actual, expected):
+            world.started()
+
+
 @pytest.mark.parametrize("numel", SIZES)
 def test_each_size_alone(numel: int, device: torch.device) -> None:
     actual, expected = both(SCALED, (numel,), device, steps=1)
