@@ -92,14 +92,13 @@ def rounding_thresholds(counter, lane, seed, step):
     ``counter`` is that of lane 0, int64; ``seed`` and ``step`` are not negative and below 2^31.
     """
     step = step.to(tl.uint32)
-    seed = seed.to(tl.uint32)
-    # The upper 32 bits are those of lane 0 unless the lower ones overflowed; so only these are hashed for every lane.
-    upper = (counter >> 32).to(tl.uint32)
-    first_lower = counter.to(tl.uint32)
-    lower = first_lower + lane.to(tl.uint32)
-    first = _mix(lower ^ tl.where(lower < first_lower, _mix((upper + 1) ^ seed), _mix(upper ^ seed)))
-    second = _mix(first ^ 0x5BD1E995)
-    return first + step * 0x6A09E667, second + step * 0x9E3779B9
+    own = _mix((counter >> 40).to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32))
+    low = _mix(own ^ step)
+    high = _mix(own + step * 0x85EBCA6B)
+    key = (high.to(tl.int64) << 32) + low.to(tl.int64)
+    index = key + (counter & 0xFFFFFFFFFF) + lane
+    bits = _mix(index.to(tl.uint32) ^ (index >> 32).to(tl.uint32))
+    return bits, bits << 12
 
 
 @triton.jit

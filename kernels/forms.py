@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -103,12 +103,12 @@ class Stored(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """Which random numbers a step's stochastic rounding takes for a run of elements.
+    """Position in the random numbers of a step's stochastic rounding.
 
     Attributes:
-        seed: the run's, in [0, 2^31).
+        seed: seed of the run, in [0, 2^31).
         step: number of the step, from 1.
-        counter: of the first element, see `rounding_counter`; the next elements have the next numbers.
+        counter: `rounding_counter` of the first element; the next elements have the next numbers.
     """
 
     seed: int
@@ -117,7 +117,7 @@ class Rounding(NamedTuple):
 
 
 def rounding_counter(parameter: int, offset: int) -> int:
-    """What tells an element's random numbers from those of all others.
+    """Number of an element among all elements of an optimizer, from which its random numbers are made.
 
     Args:
         parameter: number of the parameter within the optimizer, below 2^23.
@@ -126,8 +126,8 @@ def rounding_counter(parameter: int, offset: int) -> int:
     return (parameter << 40) + offset
 
 
-def _mix(bits: torch.Tensor) -> torch.Tensor:
-    """A hash of 32 bits, in int64 (Wellons' lowbias32)."""
+def _mix(bits: Any) -> Any:
+    """Hash of 32 bits, in a Python int or int64 tensor (Wellons' lowbias32)."""
     bits = bits ^ (bits >> 16)
     bits = (bits * 0x7FEB352D) & _MASK32
     bits = bits ^ (bits >> 15)
@@ -138,23 +138,30 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 def rounding_thresholds(rounding: Rounding, numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Thresholds of the first and of the second moment: ``threshold / 2^32`` plus the part to round off carries or not.
 
-    Each is uniform over seeds, elements and steps, so rounding is right on average. From step to step an element's
-    threshold advances by the golden ratio (sqrt(2) for the first moment), modulo 1: over any stretch of steps it falls
-    below ``x`` almost exactly ``x`` of the time, so an average that moves a hundredth of a step at a time moves evenly,
-    and not as a random walk.
+    A counter-based generator. Seed, parameter and step are hashed to a key of 64 bits. Each element hashes the sum of
+    that key and its offset, so thresholds of successive steps are independent. Rounding is then right on average for
+    any sequence of gradients. A threshold that depended on those of earlier steps would be correlated with the moment,
+    which those steps have rounded.
+
+    Both moments share one hash: the first uses its upper 16 bits, the second its lower 20. Four bits belong to both;
+    they are the last that decide for the first moment.
 
     Args:
-        rounding: which random numbers.
+        rounding: position in the random numbers.
         numel: elements.
-        device: where to.
+        device: device of the results.
 
     Returns:
-        Two ``[numel]`` int64 tensors of 32 bits.
+        Two ``[numel]`` int64 tensors of 32 bits. The second's lowest 12 bits are zero.
     """
-    counter = torch.arange(rounding.counter, rounding.counter + numel, dtype=torch.int64, device=device)
-    first = _mix((counter & _MASK32) ^ _mix((counter >> 32) ^ rounding.seed))
-    second = _mix(first ^ 0x5BD1E995)
-    return (first + rounding.step * 0x6A09E667) & _MASK32, (second + rounding.step * 0x9E3779B9) & _MASK32
+    parameter, offset = rounding.counter >> 40, rounding.counter & ((1 << 40) - 1)
+    own = _mix((parameter * 0x9E3779B1 + rounding.seed) & _MASK32)
+    low = _mix(own ^ rounding.step)
+    high = _mix((own + rounding.step * 0x85EBCA6B) & _MASK32)
+    start = offset + low
+    index = torch.arange(start, start + numel, dtype=torch.int64, device=device)
+    bits = _mix((index & _MASK32) ^ (((index >> 32) + high) & _MASK32))
+    return bits, (bits << 12) & _MASK32
 
 
 def _encode_fp16(rows: torch.Tensor, keep_nonzero: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -392,16 +392,6 @@ def test_thresholds_are_those_of_the_element() -> None:
         assert (other == whole).sum() <= 1
 
 
-@pytest.mark.parametrize("moment", [0, 1])
-def test_thresholds_cover_their_range_evenly(moment: int) -> None:
-    numel = 2**16
-    over_elements = thresholds(numel, counter=rounding_counter(1, 0), moment=moment)
-    over_steps = torch.cat([thresholds(1, step=step, moment=moment) for step in range(1, 1001)])
-    assert np.abs(np.bincount(over_elements.numpy() >> 28, minlength=16) / numel - 1 / 16).max() < 0.004
-    # No chance here: in 1,000 steps no sixteenth is met more than a few times too often.
-    assert np.abs(np.bincount(over_steps.numpy() >> 28, minlength=16) - 62.5).max() < 5
-
-
 # -- remainders ------------------------------------------------------------------------------------------------------
 
 
