@@ -6,8 +6,10 @@ parameter that lies in the chunk), and each program finds its piece by bisection
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
+import shutil
 import tempfile
 from typing import Any, NamedTuple
 
@@ -522,15 +524,30 @@ def adam_step_(
 
 @functools.cache
 def _ensure_writable_cache() -> None:
-    folder = os.environ.get("TRITON_CACHE_DIR") or os.path.join(
-        os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache"
-    )
+    """Gives Triton a private folder until this process exits, where its own could not be written or is nowhere.
+
+    Without HOME and an entry in the users' database Triton's own would be a folder called ``~`` below the current one,
+    and compiled code of whoever made that would be loaded.
+    """
+    folder = os.environ.get("TRITON_CACHE_DIR")
+    if not folder:
+        folder = os.path.join(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
     try:
+        if folder.startswith("~"):
+            raise OSError("no home folder")
         os.makedirs(folder, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError:
-        os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp(prefix="triton-cache-")
+        folder = tempfile.mkdtemp(prefix="triton-cache-")  # for this user alone
+        os.environ["TRITON_CACHE_DIR"] = folder
+        atexit.register(_remove, folder, os.getpid())
+
+
+def _remove(folder: str, pid: int) -> None:
+    """Not at the exit of a forked child: its parent still compiles."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def compile_step(
@@ -539,7 +556,7 @@ def compile_step(
     """Compiles what `adam_step_` with such arguments would launch, and loads it on the device, without launching it.
 
     A kernel that is loaded at its first launch can run out of memory in the middle of a step.
-    Where Triton's cache folder cannot be written (a read-only home), a temporary one is used for this process.
+    Where Triton's cache folder cannot be written (a read-only home), a private one is used until this process exits.
 
     Args:
         table: any int64 tensor on the device.

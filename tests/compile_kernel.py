@@ -1,11 +1,14 @@
-"""Compiles the kernel for a GPU that need not be there: ``python tests/compile_kernel.py EXP_AVG EXP_AVG_SQ MASTER``.
+"""Compiles the kernel for GPUs that need not be there.
 
-The interpreter runs Python, and takes much that Triton's compiler does not. Arguments are names of forms.
+``python tests/compile_kernel.py EXP_AVG EXP_AVG_SQ MASTER [--target 80 90 100 120]``
+
+The interpreter runs Python, and takes much that Triton's compiler does not. Arguments are names of forms,
+and compute capabilities without their point; by default Hopper's.
 """
 
 from __future__ import annotations
 
-import sys
+import argparse
 
 import torch
 import triton
@@ -25,7 +28,7 @@ TYPES = {
     torch.int64: "i64",
     torch.uint8: "u8",
 }
-HOPPER = GPUTarget("cuda", 90, 32)
+HOPPER = 90
 
 
 def type_of(value: object) -> str:
@@ -34,7 +37,9 @@ def type_of(value: object) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
-def compile_step(exp_avg: Form, exp_avg_sq: Form, master: Form, *, amp: AmpSignals, max_programs: int | None) -> str:
+def compile_step(
+    exp_avg: Form, exp_avg_sq: Form, master: Form, *, amp: AmpSignals, max_programs: int | None, target: int = HOPPER
+) -> str:
     """PTX of one step of bfloat16 parameters."""
 
     def stored(form: Form) -> Stored:
@@ -56,18 +61,25 @@ def compile_step(exp_avg: Form, exp_avg_sq: Form, master: Form, *, amp: AmpSigna
     }
     signature = {name: "constexpr" if name in constants else type_of(arguments[name]) for name in kernel.arg_names}
     source = ASTSource(kernel, signature, constants)
-    return str(triton.compile(source, target=HOPPER, options=options).asm["ptx"])
+    return str(triton.compile(source, target=GPUTarget("cuda", target, 32), options=options).asm["ptx"])
 
 
 def main() -> None:
     by_name = {form.name: form for form in vars(forms).values() if isinstance(form, Form)}
-    exp_avg, exp_avg_sq, master = (by_name[name] for name in sys.argv[1:4])
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("exp_avg", "exp_avg_sq", "master"):
+        parser.add_argument(name, type=by_name.__getitem__)
+    parser.add_argument("--target", type=int, nargs="+", default=[HOPPER])
+    options = parser.parse_args()
     one = torch.ones(1)
     skipping = AmpSignals(one, one, torch.ones(1, dtype=torch.int64), torch.ones(1, 2))
-    for amp, max_programs in ((AmpSignals(), None), (skipping, 32)):
-        ptx = compile_step(exp_avg, exp_avg_sq, master, amp=amp, max_programs=max_programs)
-        assert "st.global" in ptx
-        print(len(ptx.splitlines()), "lines of PTX")
+    forms_of = options.exp_avg, options.exp_avg_sq, options.master
+    for target in options.target:
+        for amp, max_programs in ((AmpSignals(), None), (skipping, 32)):
+            ptx = compile_step(*forms_of, amp=amp, max_programs=max_programs, target=target)
+            assert "st.global" in ptx
+            assert f".target sm_{target}" in ptx
+            print(f"sm_{target}:", len(ptx.splitlines()), "lines of PTX")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -176,3 +180,61 @@ def test_a_mode_that_is_given_as_a_number_is_no_other_kernel() -> None:
             lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, step=1, bias_corrected=True, adam_w_mode=mode
         )
         assert scalars.adam_w_mode is True
+
+
+_IN_A_PROCESS = """
+import os, pwd, stat, sys
+from fused_offload.kernels import adam
+{before}
+adam._ensure_writable_cache()
+folder = os.environ.get("TRITON_CACHE_DIR", "")
+if folder:
+    status = os.stat(folder)
+    assert status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) == 0o700
+child = os.fork()
+if not child:
+    sys.exit(0)  # with what is to be done at exit
+os.waitpid(child, 0)
+print(folder, os.path.isdir(folder))
+"""
+
+_NO_HOME = """
+def unknown(*_):
+    raise KeyError("no entry")
+pwd.getpwuid = unknown
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "before"),
+    [({"HOME": "/proc/no-home"}, ""), ({}, _NO_HOME), ({"TRITON_CACHE_DIR": "~/cache"}, "")],
+    ids=["a home that cannot be written", "no home", "a home that nobody looked up"],
+)
+def test_a_private_cache_until_exit(environment: dict[str, str], before: str, tmp_path: Path) -> None:
+    """And no folder called ~ below the current one."""
+    temporary, here = tmp_path / "temporary", tmp_path / "here"
+    temporary.mkdir()
+    here.mkdir()
+    without = {name: value for name, value in os.environ.items() if name != "HOME" and not name.startswith("TRITON_")}
+    process = subprocess.run(
+        [sys.executable, "-c", _IN_A_PROCESS.format(before=before)],
+        env={**without, "TRITON_INTERPRET": "1", "TMPDIR": str(temporary), **environment},
+        cwd=here,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, process.stderr
+    folder, exists = process.stdout.split()
+    assert folder.startswith(str(temporary))
+    assert exists == "True"
+    assert list(temporary.iterdir()) == []
+    assert list(here.iterdir()) == []
+
+
+def test_a_cache_that_can_be_written_is_left_to_triton(tmp_path: Path) -> None:
+    environment = {**os.environ, "HOME": str(tmp_path), "TRITON_CACHE_DIR": "", "TRITON_HOME": ""}
+    command = [sys.executable, "-c", _IN_A_PROCESS.format(before="")]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert process.stdout.split() == ["False"]
+    assert (tmp_path / ".triton" / "cache").is_dir()

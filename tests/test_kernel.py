@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -448,14 +449,30 @@ def test_infinite_and_nan_gradients(setup: Setup, device: torch.device) -> None:
         assert ours.scale is None or same_but_for_nans(ours.scale, theirs.scale)
 
 
-@pytest.mark.parametrize("forms", [("root8", "log8", "remainder")], ids="-".join)
-def test_the_compiler_takes_what_the_interpreter_takes(forms: tuple[str, ...], tmp_path: Path) -> None:
+def compiled(tmp_path: Path, forms: tuple[str, ...], *targets: str) -> list[str]:
+    """Targets of the compiled kernels."""
     pytest.importorskip("triton.backends.nvidia")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(Path(__file__).parent / "compile_kernel.py"), *forms]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, str(Path(__file__).parent / "compile_kernel.py"), *forms, "--target", *targets]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert run.stdout.count("lines of PTX") == 2
+    return re.findall(r"(\w+): \d+ lines of PTX", run.stdout)
+
+
+def test_the_compiler_takes_what_the_interpreter_takes(tmp_path: Path) -> None:
+    assert compiled(tmp_path, ("root8", "log8", "remainder"), "120") == ["sm_120", "sm_120"]
+
+
+@pytest.mark.large
+@pytest.mark.parametrize(
+    "forms",
+    [("fp32", "fp32", "fp32"), ("root8", "log8", "remainder"), ("bf16", "bf16", "remainder"), ("fp16", "fp16", "fp16")],
+    ids="-".join,
+)
+def test_every_generation_of_gpus_is_compiled_for(forms: tuple[str, ...], tmp_path: Path) -> None:
+    """Ampere, Hopper, and both kinds of Blackwell."""
+    targets = ("80", "90", "100", "120")
+    assert compiled(tmp_path, forms, *targets) == [f"sm_{target}" for target in targets for _ in range(2)]
 
 
 @pytest.mark.parametrize("magnitude", [2.0**-149, 2.0**-130, 2.0**-61, 2.0**100])
