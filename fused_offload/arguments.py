@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 import warnings
 from collections.abc import Mapping, Sequence
 from numbers import Real
@@ -13,8 +14,10 @@ import torch
 
 from .kernels.forms import BF16, BF16_STOCHASTIC, FP16, FP16_NONZERO, FP32, LOG8, ROOT8, Form
 from .kernels.reference import round_fp32
+from .tensors import has_data, has_own_memory
 
 MAX_STEP = 2**31
+shown = reprlib.repr  # of any value: repr of what is nested too deeply raises
 _LARGEST = torch.finfo(torch.float32).max  # what a kernel gets is float32
 
 MASTER_FORMS = {torch.float32: FP32, torch.float16: FP16}
@@ -173,8 +176,8 @@ def check_hyperparameters(group: Mapping[str, Any], *, lr_required: bool = False
     elif isinstance(lr, torch.Tensor):
         if lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
-        if lr.is_complex() or lr.device.type == "meta":
-            raise ValueError(f"Invalid learning rate: {lr}, it should be a real number with data")
+        if lr.is_complex() or not has_data(lr):
+            raise ValueError("Invalid learning rate: a tensor lr should hold a real number")
         if lr.device.type == "cpu" and not 0.0 <= lr.item() <= _LARGEST:
             raise ValueError(f"Invalid learning rate: {lr.item()}")
     elif not 0.0 <= _number(lr, "learning rate", "a number or a one-element tensor") <= _LARGEST:
@@ -182,9 +185,9 @@ def check_hyperparameters(group: Mapping[str, Any], *, lr_required: bool = False
     if isinstance(eps, torch.Tensor) or not 0.0 <= _number(eps, "epsilon value") <= _LARGEST:
         raise ValueError(f"Invalid epsilon value: {eps}")
     if isinstance(betas, (str, bytes, Mapping)) or not (hasattr(betas, "__len__") and hasattr(betas, "__getitem__")):
-        raise TypeError(f"Invalid betas: {betas!r}, it should be two numbers")
+        raise TypeError(f"Invalid betas: {shown(betas)}, it should be two numbers")
     if len(betas) != 2:
-        raise ValueError(f"Invalid betas: {betas!r}, it should be two numbers")
+        raise ValueError(f"Invalid betas: {shown(betas)}, it should be two numbers")
     for index, beta in enumerate(betas):
         if isinstance(beta, torch.Tensor) or not 0.0 <= _number(beta, f"beta parameter at index {index}") < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
@@ -194,7 +197,7 @@ def check_hyperparameters(group: Mapping[str, Any], *, lr_required: bool = False
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
     corrected = group.get("bias_correction", True)
     if not isinstance(corrected, (bool, int, np.bool_)):
-        raise TypeError(f"Invalid bias_correction: {corrected!r}, it should be a bool")
+        raise TypeError(f"Invalid bias_correction: {shown(corrected)}, it should be a bool")
     checked_step(group.get("step", 0))
 
 
@@ -207,19 +210,21 @@ def checked_step(step: Any) -> int:
     Raises:
         ValueError: unless it is a whole number from 0 to 2^31.
     """
+    if isinstance(step, torch.Tensor) and has_own_memory(step) and not has_data(step):
+        raise ValueError("Invalid step: a tensor without data, it should be a whole number from 0 to 2**31")
     try:
         count = int(step)
         whole = not isinstance(step, (str, bytes, bool)) and bool(count == step)
     except Exception:  # of whatever was given instead of a number
         count, whole = -1, False
     if not (whole and 0 <= count <= MAX_STEP):
-        raise ValueError(f"Invalid step: {step!r}, it should be a whole number from 0 to 2**31")
+        raise ValueError(f"Invalid step: {shown(step)}, it should be a whole number from 0 to 2**31")
     return count
 
 
 def _number(value: Any, what: str, wanted: str = "a number") -> float:
     if not isinstance(value, Real):
-        raise TypeError(f"Invalid {what}: {value!r}, it should be {wanted}")
+        raise TypeError(f"Invalid {what}: {shown(value)}, it should be {wanted}")
     try:
         return float(value)
     except OverflowError:

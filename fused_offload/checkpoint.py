@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .arguments import check_hyperparameters, checked_step
+from .arguments import check_hyperparameters, checked_step, shown
 from .dcp_calls import Wanted
 from .dtensors import local_of, local_value
 from .kernels.forms import Form, decode
@@ -262,16 +262,19 @@ def _checked_structure(
         for name in saved["params"]:
             _check_type(name, Hashable, f"name of a parameter in group {index}")
             if name in names:
-                raise ValueError(f"loaded state dict has parameter {name!r} twice, the second time in group {index}")
+                raise ValueError(
+                    f"loaded state dict has parameter {shown(name)} twice, the second time in group {index}"
+                )
             names.add(name)
     unknown = set(state) - names
     if unknown:
         raise ValueError(
-            f"loaded state dict has state of parameters that are in none of its groups: {sorted(unknown, key=str)[:3]}"
+            "loaded state dict has state of parameters that are in none of its groups: "
+            f"{shown(sorted(unknown, key=str))}"
         )
     for name, entry in state.items():
         if entry is not None:
-            _check_type(entry, Mapping, f"state of parameter {name!r}")
+            _check_type(entry, Mapping, f"state of parameter {shown(name)}")
     return groups, state
 
 
@@ -300,7 +303,7 @@ def check_settings(saved: Mapping[str, Any], index: int, adam_w_mode: bool) -> N
 def _is_on(saved: Mapping[str, Any], key: str, index: int) -> bool:
     value = saved.get(key)
     if value is not None and not isinstance(value, (bool, int, np.bool_)):
-        raise TypeError(f"loaded state dict has {key}={value!r} in group {index}, it should be a bool")
+        raise TypeError(f"loaded state dict has {key}={shown(value)} in group {index}, it should be a bool")
     return bool(value)
 
 
@@ -359,7 +362,9 @@ def _copied(value: Any, key: Any) -> Any:
     try:
         return copy.deepcopy(value)
     except Exception as error:  # of whatever a group may hold
-        raise ValueError(f"loaded state dict has a {key!r} in its groups that cannot be copied: {error!r}") from error
+        raise ValueError(
+            f"loaded state dict has a {shown(key)} in its groups that cannot be copied: {shown(error)}"
+        ) from error
 
 
 def _checked_values(
@@ -371,7 +376,7 @@ def _checked_values(
 ) -> list[tuple[str, torch.Tensor]]:
     unknown = set(saved) - {"exp_avg", "exp_avg_sq", "master_param", "step"}
     if unknown:
-        raise ValueError(f"loaded state dict has unknown state {sorted(unknown, key=str)} in group {index}")
+        raise ValueError(f"loaded state dict has unknown state {shown(sorted(unknown, key=str))} in group {index}")
     local = local_of(param)
     if kept is not None and kept.extent is not None and local.numel() and kept.shape != local.shape:
         raise ValueError(

@@ -16,7 +16,7 @@ from .arguments import checked_step
 from .dtensors import distributed_like, is_distributed, local_of, local_value, same_sharding, sharding_of
 from .kernels.forms import Form, Stored, decode, encode_
 from .storage import Extent
-from .tensors import flat, has_own_memory, is_dense, like_memory_of, same_order
+from .tensors import flat, has_data, has_own_memory, is_dense, like_memory_of, same_order
 
 _VALUES_BLOCK = 2**20  # elements converted at a time: bounds the temporary memory of loads and saves
 
@@ -490,7 +490,7 @@ def check_storable(key: str, kept: torch.dtype, value: torch.Tensor) -> None:
         raise TypeError(f"{key} should be a dense tensor with data, but got {value.layout} on {value.device}")
     if not has_own_memory(value):
         raise TypeError(f"{key} should be a plain tensor, but got a {type(value).__name__}; dequantise it first")
-    if value.numel() and value.untyped_storage().nbytes() < _storage_bytes(value):
+    if not has_data(value):
         raise ValueError(f"{key} of shape {tuple(value.shape)} has lost its memory (its storage was resized or freed)")
     gathered = kept == torch.int16 and value.dtype == torch.int32  # see dcp_calls.Wanted
     if (kept == torch.int16) != (value.dtype == torch.int16 or gathered):
@@ -502,12 +502,8 @@ def check_storable(key: str, kept: torch.dtype, value: torch.Tensor) -> None:
         raise ValueError(f"{key} is kept as torch.int16, but got torch.int32 values that do not fit")
     if kept != torch.int16 and not value.dtype.is_floating_point:
         raise TypeError(f"{key} should be a floating point tensor, but got {value.dtype}")
-
-
-def _storage_bytes(value: torch.Tensor) -> int:
-    """Bytes from the beginning of a tensor's storage to the end of its last element."""
-    last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
-    return (int(value.storage_offset()) + last + 1) * value.itemsize
+    if key == "exp_avg_sq" and value.numel() and value.detach().min() < 0:
+        raise ValueError("exp_avg_sq holds negative values, so it is no average of squares; was it mixed up?")
 
 
 def write_values(stored: Stored, values: torch.Tensor) -> None:

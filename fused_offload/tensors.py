@@ -34,6 +34,17 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is _NOT_INTERCEPTED
 
 
+def has_data(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor holds all of its elements; that of a freed or resized storage does not."""
+    if tensor.device.type == "meta" or tensor.layout != torch.strided or not has_own_memory(tensor):
+        return False
+    if tensor.numel() == 0:
+        return True
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
+    return needed <= tensor.untyped_storage().nbytes()
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill ``numel`` consecutive places in memory, each once, in whatever order."""
     if tensor.is_contiguous() or tensor.numel() == 0:

@@ -83,8 +83,8 @@ BAD_HYPERPARAMETERS += [
         for value in (math.inf, 1e39, 10**400)
     ],
     ("lr", torch.tensor(math.inf), ValueError, "Invalid learning rate: inf"),
-    ("lr", torch.tensor(1j), ValueError, "real number with data"),
-    ("lr", torch.ones((), device="meta"), ValueError, "real number with data"),
+    ("lr", torch.tensor(1j), ValueError, "should hold a real number"),
+    ("lr", torch.ones((), device="meta"), ValueError, "should hold a real number"),
     ("betas", (0.9, 1 - 1e-9), ValueError, r"index 1: 0\.999999999, which is 1 in float32"),
     ("betas", {0: 0.9, 1: 0.99}, TypeError, "Invalid betas"),
     ("bias_correction", "no", TypeError, "Invalid bias_correction: 'no', it should be a bool"),

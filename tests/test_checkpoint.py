@@ -1024,6 +1024,11 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] 
         TypeError,
         "amsgrad=.* in group 1, it should be a bool",
     ),
+    "moments that were mixed up": (
+        lambda s: last_entry(s).update(exp_avg_sq=-torch.ones(30, 20)),
+        ValueError,
+        "exp_avg_sq holds negative values",
+    ),
     "freed memory": (
         lambda s: last_entry(s)["exp_avg"].untyped_storage().resize_(8),
         ValueError,
