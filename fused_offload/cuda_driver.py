@@ -39,11 +39,6 @@ def _message(result: int) -> str:
     return f"{(text.value or b'unknown error').decode()} (CUDA error {result})"
 
 
-def _make_context_current() -> None:
-    """The driver's calls need the device's context on this thread; torch's first runtime call binds it."""
-    torch.cuda.synchronize()
-
-
 def pci_bus_id(index: int) -> str:
     """PCI address of a device of this process, such as ``"0000:3B:00.0"``. Makes no context."""
     return _device_text("cuDeviceGetPCIBusId", index)
@@ -81,20 +76,25 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def register_host_memory(address: int, nbytes: int) -> str | None:
-    """Page-locks host memory for every device. Returns the driver's message if it refuses, else None."""
-    _make_context_current()
-    result = _driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE | _DEVICEMAP)
+def register_host_memory(address: int, nbytes: int, device: torch.device | None = None) -> str | None:
+    """Page-locks host memory for every device, in the context of one (the current one), which need not be idle.
+
+    Returns the driver's message if it refuses, else None.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.current_stream(device).query()  # any call of the runtime binds its context to this thread
+        result = _driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE | _DEVICEMAP)
     return None if result == 0 else _message(result)
 
 
-def unregister_host_memory(address: int) -> None:
-    """Waits for the device and gives page locks back."""
-    try:
-        _make_context_current()
-    except RuntimeError:  # the context is gone, and with it every copy
-        return
-    result = _driver().cuMemHostUnregister(address)
+def unregister_host_memory(address: int, device: torch.device | None = None) -> None:
+    """Waits for the device that uses the memory (the current one), and gives page locks back."""
+    with torch.cuda.device(device):
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError:  # the context is gone, and with it every copy
+            return
+        result = _driver().cuMemHostUnregister(address)
     if result not in (0, _DEINITIALIZED):
         raise RuntimeError(f"The CUDA driver could not give host memory back: {_message(result)}")
 

@@ -37,7 +37,9 @@ class PinnedSlab:
         numa_node: node that its pages were asked for on, as long as there is room, or None.
     """
 
-    def __init__(self, nbytes: int, *, pin: bool, numa_node: int | None = None) -> None:
+    def __init__(
+        self, nbytes: int, *, pin: bool, numa_node: int | None = None, device: torch.device | None = None
+    ) -> None:
         """Allocates and registers.
 
         Args:
@@ -45,6 +47,8 @@ class PinnedSlab:
             pin: register with the CUDA driver.
             numa_node: node that should hold it, or None for what the kernel would do. A wish: where that node is full,
                 or processes may not say so, the memory comes from elsewhere.
+            device: the only device that uses the memory while it is page-locked, which `close` waits for. By default
+                the device that is current at each call.
 
         Raises:
             RuntimeError: if the host has less memory left, the kernel refuses to map it, or the driver to register it.
@@ -58,14 +62,14 @@ class PinnedSlab:
             self.numa_node = numa_node
         self.pinned = False
         if pin:
-            self._register(mapping)
+            self._register(mapping, device)
 
-    def _register(self, mapping: mmap.mmap) -> None:
+    def _register(self, mapping: mmap.mmap, device: torch.device | None) -> None:
         address, nbytes = self.bytes.data_ptr(), self.bytes.numel()
         keep_in_children(mapping)
         mapping.madvise(mmap.MADV_DONTFORK)
         _touch(address, nbytes)
-        error = cuda_driver.register_host_memory(address, nbytes)
+        error = cuda_driver.register_host_memory(address, nbytes, device)
         if error is not None:
             mapping.madvise(mmap.MADV_DOFORK)
             raise RuntimeError(
@@ -75,7 +79,7 @@ class PinnedSlab:
                 "memlock=-1), offload less (OffloadConfig.fraction), or set OffloadConfig(pin=False), which is slower."
             )
         self.pinned = True
-        self._unregister = weakref.finalize(self, _unregister, address, os.getpid(), mapping)
+        self._unregister = weakref.finalize(self, _unregister, address, os.getpid(), mapping, device)
 
     def close(self) -> None:
         """Waits for copies in flight and gives the page locks back. Safe to call twice."""
@@ -100,20 +104,20 @@ def _limit(kind: int) -> str:
     return "unlimited" if soft == resource.RLIM_INFINITY else f"{soft / 1e9:.3f} GB"
 
 
-_registered: list[tuple[int, Any]] = []
-"""Memory to unregister, and its mapping; what is dropped in a capture waits here."""
+_registered: list[tuple[int, Any, torch.device | None]] = []
+"""Memory to unregister, its mapping and its device; what is dropped in a capture waits here."""
 
 
-def _unregister(address: int, pid: int, mapping: Any) -> None:
+def _unregister(address: int, pid: int, mapping: Any, device: torch.device | None) -> None:
     """Finalizer; holds the mapping so that the memory outlives its registration."""
     if os.getpid() != pid:  # a forked child has neither the memory nor a usable CUDA context
         return
-    _registered.append((address, mapping))
+    _registered.append((address, mapping, device))
     if _is_capturing():  # garbage is collected at any time, but waiting for the device would end the capture
         return
     while _registered:
-        address, mapping = _registered.pop()
-        cuda_driver.unregister_host_memory(address)
+        address, mapping, device = _registered.pop()
+        cuda_driver.unregister_host_memory(address, device)
         mapping.madvise(mmap.MADV_DOFORK)
 
 

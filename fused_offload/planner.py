@@ -93,7 +93,7 @@ class Planner:
         Args:
             updates: what has a gradient.
             entries: state of each update, with its storage.
-            version: changes whenever storage or initial values of any entry did.
+            version: changes whenever storage of any entry did, or values became initial again.
             window: blocks whose state is on the GPU already.
         """
         if version != self._version:
@@ -101,7 +101,7 @@ class Planner:
             self._version = version
         key = (updates.signature, tuple(window))
         plan = self._plans.get(key)
-        if plan is None:
+        if plan is None or plan.initial:  # what was initial need not be so any more
             plan = self._make(updates, entries, window)
             self._plans[key] = plan
             if len(self._plans) > _PLANS_KEPT:

@@ -60,7 +60,7 @@ class SkipCounter:
     def on_device(self) -> torch.Tensor:
         """``[1]`` int64 on the device: skips so far."""
         if self._slab is None:
-            slab = PinnedSlab(MAX_PENDING * 8, pin=True)
+            slab = PinnedSlab(MAX_PENDING * 8, pin=True, device=self._device)
             with torch.inference_mode(False):  # steps outside that mode write them too
                 skips = torch.full((1,), self.known, dtype=torch.int64, device=self._device)
                 is_skip = torch.empty(1, dtype=torch.bool, device=self._device)

@@ -29,7 +29,7 @@ class StateHooks:
         write_step: ``(param, step)``, a caller's step count for the parameter's group.
         initialize: ``(param,)``, gives an entry its storage.
         forget: waits, then drops what would keep the storage of removed entries alive.
-        version: counts changes of which storage and which initial values belong to which parameter.
+        version: counts changes of which storage belongs to which parameter, and values that became initial again.
         lent: whether any view was ever given out, so that someone may move it.
     """
 
@@ -360,11 +360,8 @@ class StateEntry(dict[str, torch.Tensor]):
 
     def mark_set(self, key: str | None = None) -> None:
         """Makes one key's values authoritative, or all."""
-        moments_set = self.moments_set or key != "master_param"
-        master_set = self.master_set or key in (None, "master_param")
-        if (moments_set, master_set) != (self.moments_set, self.master_set):
-            self.moments_set, self.master_set = moments_set, master_set
-            self._hooks.version += 1
+        self.moments_set = self.moments_set or key != "master_param"
+        self.master_set = self.master_set or key in (None, "master_param")
 
     def mark_loaded(self, key: str) -> None:
         """Makes values authoritative that a reader wrote in place.

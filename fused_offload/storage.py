@@ -152,7 +152,9 @@ class Extent:
         self.nbytes = place.nbytes
         self.slab = None
         if not layout.resident:
-            self.slab = PinnedSlab(place.nbytes, pin=pin, numa_node=numa.preferred_node(layout.device))
+            self.slab = PinnedSlab(
+                place.nbytes, pin=pin, numa_node=numa.preferred_node(layout.device), device=layout.device
+            )
         with torch.inference_mode(False):  # as for the slab's memory
             self._memory = (
                 torch.zeros(place.nbytes, dtype=torch.uint8, device=layout.device)

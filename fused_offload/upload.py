@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,19 +12,23 @@ from . import cuda_driver
 from .pinned import PinnedSlab
 from .table import AddressTable
 
-_HALVES = 2  # the host writes one while the device may still read the other
+_LEAST_BYTES = 2**18  # on the device: tables of parts grow, and each larger one waits for the device
+_SLAB_BYTES = 2**20  # page-locking costs the same for all smaller sizes
+_MOST_BYTES = 2**26  # on their way at once; a step in parts has hundreds of small tables
 
 
 class UploadBuffer:
-    """Ring-buffered pinned memory and its copy on the device, grown as plans grow."""
+    """Memory on the device for one table, and page-locked pieces for as many as the host is ahead of the device.
+
+    A piece is written again once its copy is complete. The host does not wait for that but takes a further piece, up to
+    a limit, since a step in parts sends many tables while the device is still busy with the backward pass.
+    """
 
     def __init__(self, device: torch.device) -> None:
         """Takes no memory yet."""
         self._device = device
-        self._capacity = 0
-        self._slab: PinnedSlab | None = None
-        self._sent: list[Any] = [None] * _HALVES
-        self._turn = 0
+        self._slabs: list[PinnedSlab] = []
+        self._pieces: deque[tuple[torch.Tensor, Any]] = deque()  # with the event behind its copy, oldest first
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._table: AddressTable | None = None  # keeps the id below from being reused
         self._holds = (0, -1)
@@ -52,17 +57,16 @@ class UploadBuffer:
         pairs = [pair for rows in corrections.values() for pair in rows]
         values = torch.tensor(pairs, dtype=torch.float32, device="cpu")  # whatever torch's default device is
         nbytes = table.nbytes + values.nbytes
-        self._reserve(nbytes)
-        assert self._slab is not None
-        self._turn = (self._turn + 1) % _HALVES
-        if self._sent[self._turn] is not None:
-            self._sent[self._turn].synchronize()
         self._holds = (0, -1)  # until all of it is enqueued
-        host = self._slab.bytes[self._turn * self._capacity :][:nbytes]
+        if nbytes > self._memory.numel():
+            torch.cuda.synchronize(self._device)  # kernels of any stream may still read the table
+            size = max(_with_room(nbytes), _LEAST_BYTES)
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        host = self._piece(nbytes)
         table.write_to(host)
-        host[table.nbytes :].copy_(values.view(-1).view(torch.uint8))
+        host[table.nbytes : nbytes].copy_(values.view(-1).view(torch.uint8))
         cuda_driver.copy_to_device_async(self._memory.data_ptr(), host.data_ptr(), nbytes, stream)
-        self._sent[self._turn] = record()
+        self._pieces.append((host, record()))
         self._table, self._holds = table, (id(table), table.version)
         self._rows = self._memory[: table.nbytes].view(torch.int64).view(table.rows.shape)
         return self._rows, self._split(corrections, self._memory[table.nbytes : nbytes].view(torch.float32).view(-1, 2))
@@ -75,15 +79,25 @@ class UploadBuffer:
             first += len(pairs)
         return rows
 
-    def _reserve(self, nbytes: int) -> None:
-        if nbytes <= self._capacity:
-            return
-        torch.cuda.synchronize(self._device)
-        capacity = -(-nbytes * 5 // 4 // 4096) * 4096  # room for corrections to come and go
-        memory = torch.empty(capacity, dtype=torch.uint8, device=self._device)
-        slab = PinnedSlab(capacity * _HALVES, pin=True)
-        # Nothing fails from here on: after running out of memory, what there is still fits together.
-        if self._slab is not None:
-            self._slab.close()
-        self._capacity, self._memory, self._slab = capacity, memory, slab
-        self._sent = [None] * _HALVES
+    def _piece(self, nbytes: int) -> torch.Tensor:
+        """Page-locked memory that no copy reads any more."""
+        while self._pieces and (self._pieces[0][1] is None or self._pieces[0][1].query() or self._is_far_ahead()):
+            piece, copied = self._pieces.popleft()
+            if copied is not None:
+                copied.synchronize()
+            if piece.numel() >= nbytes:
+                return piece
+            # Too small by now. Its slab stays locked: giving that back would wait for the device.
+        size = _with_room(nbytes)
+        slab = PinnedSlab(max(size, _SLAB_BYTES // size * size), pin=True, device=self._device)
+        self._slabs.append(slab)
+        self._pieces.extendleft((piece, None) for piece in slab.bytes.split(size))
+        return self._pieces.popleft()[0]
+
+    def _is_far_ahead(self) -> bool:
+        return sum(piece.numel() for piece, _ in self._pieces) >= _MOST_BYTES
+
+
+def _with_room(nbytes: int) -> int:
+    """Bytes to take, so that corrections may come and go."""
+    return -(-nbytes * 5 // 4 // 4096) * 4096

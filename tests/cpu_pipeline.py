@@ -59,8 +59,8 @@ def pipeline_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(
             cuda_driver, name, lambda target, source, nbytes, stream: ctypes.memmove(target, source, nbytes)
         )
-    monkeypatch.setattr(cuda_driver, "register_host_memory", lambda address, nbytes: None)
-    monkeypatch.setattr(cuda_driver, "unregister_host_memory", lambda address: None)
+    monkeypatch.setattr(cuda_driver, "register_host_memory", lambda *_: None)
+    monkeypatch.setattr(cuda_driver, "unregister_host_memory", lambda *_: None)
     monkeypatch.setattr(engine, "_CPU", torch.device("meta"))
     monkeypatch.setattr(adam, "compile_step", lambda *arguments: None)
     yield

@@ -88,6 +88,8 @@ def fail_to_launch(*_: Any) -> None:
 @pytest.mark.parametrize("fails", ["empty", "PinnedSlab"])
 def test_a_table_that_found_no_memory_is_found_some_later(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was there before is used as long as it was, and not beyond its end."""
+    for name in ("_LEAST_BYTES", "_SLAB_BYTES"):
+        monkeypatch.setattr(upload, name, 1)
     optimizer = FusedOffloadAdam([torch.nn.Parameter(torch.zeros(1024))], offload=OffloadConfig(chunk_bytes=1024))
     upload_copies(optimizer, monkeypatch)
     first = optimizer.param_groups[0]["params"]
@@ -198,3 +200,44 @@ def test_an_interrupted_table_or_copy_is_made_again(monkeypatch: pytest.MonkeyPa
             buffer.send(other, {}, 0, record)  # type: ignore[arg-type]
     buffer.send(table, {}, 0, record)
     assert len(sent) == 2
+
+
+def test_the_host_runs_ahead_of_the_copies_of_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step in parts sends many; pieces whose copies are complete are written again, and only those."""
+    done: list[bool] = []
+
+    class Event(cpu_pipeline.FakeEvent):
+        def __init__(self) -> None:
+            super().__init__()
+            self.number = len(done)
+            done.append(False)
+
+        def query(self) -> bool:
+            return done[self.number]
+
+        def synchronize(self) -> None:
+            done[self.number] = True
+
+    monkeypatch.setattr(upload, "_SLAB_BYTES", 4096)
+    monkeypatch.setattr(upload, "_MOST_BYTES", 6 * 4096)
+    sources: list[int] = []
+    monkeypatch.setattr(upload.cuda_driver, "copy_to_device_async", lambda *arguments: sources.append(arguments[1]))
+    buffer = upload.UploadBuffer(torch.device("cpu"))
+
+    def send(numel: int = 1) -> int:
+        rows = np.zeros((numel, 6), np.int64)
+        table = SimpleNamespace(version=1, nbytes=rows.nbytes, rows=rows, write_to=lambda host: None)
+        buffer.send(table, {}, 0, Event)  # type: ignore[arg-type]
+        return sources[-1]
+
+    first = [send() for _ in range(5)]
+    assert len(set(first)) == 5
+    assert not any(done)
+    done[:2] = [True, True]
+    assert [send(), send()] == first[:2]
+    assert send() not in first
+    assert done.count(True) == 2
+    assert send() == first[2]  # the limit is reached: the oldest copy is waited for
+    assert done[2]
+    assert not done[3]
+    assert send(200) not in sources[:-1]  # a larger table than any before

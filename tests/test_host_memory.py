@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import subprocess
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -188,7 +190,7 @@ class Slabs:
         self.sizes: list[int] = []
         self.refused: int | None = None
 
-    def make(self, nbytes: int, *, pin: bool, numa_node: int | None = None) -> PinnedSlab:
+    def make(self, nbytes: int, *, pin: bool, **_: Any) -> PinnedSlab:
         if self.refused == len(self.sizes):
             raise RuntimeError("no more memory")
         self.sizes.append(nbytes)
@@ -584,14 +586,14 @@ def test_memory_that_is_dropped_in_a_capture_stays_locked_until_it_may_be_given_
     """Waiting for the device, as giving back does, would end the capture; garbage is collected at any time."""
     given_back: list[int] = []
 
-    def unregister(address: int) -> None:
+    def unregister(address: int, device: torch.device | None) -> None:
         ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
         assert any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)  # else it may be another's
         given_back.append(address)
 
     gc.collect()
     monkeypatch.setattr(pinned, "_registered", [])
-    monkeypatch.setattr(pinned.cuda_driver, "register_host_memory", lambda address, nbytes: None)
+    monkeypatch.setattr(pinned.cuda_driver, "register_host_memory", lambda *_: None)
     monkeypatch.setattr(pinned.cuda_driver, "unregister_host_memory", unregister)
     slabs = [pinned.PinnedSlab(2**22 + 4096, pin=True) for _ in range(3)]
     addresses = [slab.bytes.data_ptr() for slab in slabs]
@@ -610,8 +612,10 @@ def test_memory_that_is_dropped_in_a_capture_stays_locked_until_it_may_be_given_
 def test_memory_is_given_back_also_where_nothing_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     """After an error of the device every question raises that error again."""
     given_back: list[int] = []
-    monkeypatch.setattr(pinned.cuda_driver, "register_host_memory", lambda address, nbytes: None)
-    monkeypatch.setattr(pinned.cuda_driver, "unregister_host_memory", given_back.append)
+    monkeypatch.setattr(pinned.cuda_driver, "register_host_memory", lambda *_: None)
+    monkeypatch.setattr(
+        pinned.cuda_driver, "unregister_host_memory", lambda address, device: given_back.append(address)
+    )
     slab = pinned.PinnedSlab(4096, pin=True)
     address = slab.bytes.data_ptr()
 
@@ -623,3 +627,34 @@ def test_memory_is_given_back_also_where_nothing_can_be_asked(monkeypatch: pytes
         broken.setattr(torch.cuda, "is_current_stream_capturing", raises)
         slab.close()
     assert given_back == [address]
+
+
+def test_memory_is_page_locked_and_given_back_in_the_context_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of the current one, which may have no context yet and gets none. Locking waits for nothing."""
+    current, seen = [torch.device("cuda", 0)], []
+
+    class Driver:
+        def cuMemHostRegister_v2(self, *_: int) -> int:
+            seen.append(("register", current[-1]))
+            return 0
+
+        def cuMemHostUnregister(self, _: int) -> int:
+            seen.append(("unregister", current[-1]))
+            return 0
+
+    @contextlib.contextmanager
+    def device_context(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def stream_of(device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(query=lambda: seen.append(("query", device)))
+
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(pinned.cuda_driver, "_driver", Driver)
+    monkeypatch.setattr(torch.cuda, "device", device_context)
+    monkeypatch.setattr(torch.cuda, "current_stream", stream_of)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append(("wait", device)))
+    pinned.PinnedSlab(4096, pin=True, device=device).close()
+    assert seen == [(name, device) for name in ("query", "register", "wait", "unregister")]

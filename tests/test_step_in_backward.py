@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_offload import FusedOffloadAdam, OffloadConfig, in_backward
 from fused_offload.in_backward import SteppedGrad
 from fused_offload.staging import Slot, StagingRing
+from fused_offload.stepper import Stepper
 from fused_offload.window import WriteBacks
 
 device = helpers.device
@@ -168,6 +169,21 @@ def test_small_parameters_are_stepped_together(device: str, monkeypatch: pytest.
     monkeypatch.setattr(optimizer, "_step_part", step_part)
     sum(param.sum() for param in model).backward()
     assert parts == [100] * 5
+
+
+def test_the_first_step_looks_at_all_parameters_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not once for each part, whose state becomes authoritative one after another."""
+    monkeypatch.setattr(in_backward, "PART_BYTES", 1)
+    model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(16, device=device)) for _ in range(20))
+    optimizer = FusedOffloadAdam(model.parameters())
+    optimizer.step_in_backward(model)
+    looks = []
+    misfit = Stepper._misfit
+    monkeypatch.setattr(Stepper, "_misfit", lambda *arguments: looks.append(1) or misfit(*arguments))
+    for _ in range(2):
+        sum(param.sum() for param in model).backward()
+        optimizer.step()
+    assert len(looks) <= 2 * len(model)
 
 
 @pytest.mark.parametrize("part_bytes", [1, 7000])

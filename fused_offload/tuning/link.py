@@ -47,7 +47,7 @@ def measure_link(device: torch.device, report: Report) -> list[LinkRate]:
     """
     queues = DeviceQueues.of(device)
     nbytes = max(COPY_MIB) * MIB
-    slab = PinnedSlab(2 * nbytes, pin=True, numa_node=numa.preferred_node(device))
+    slab = PinnedSlab(2 * nbytes, pin=True, numa_node=numa.preferred_node(device), device=device)
     try:
         memory = torch.empty(2 * nbytes, dtype=torch.uint8, device=device)
         host, gpu = slab.bytes.data_ptr(), memory.data_ptr()

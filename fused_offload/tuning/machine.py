@@ -249,7 +249,7 @@ def _measure(device: torch.device, seconds: float, node: int | None) -> tuple[st
     """Page-locks a little memory, on a node if one is named, and copies it each way, alone."""
     try:
         with torch.cuda.device(device):
-            slab = PinnedSlab(_COPY_BYTES, pin=True, numa_node=node)
+            slab = PinnedSlab(_COPY_BYTES, pin=True, numa_node=node, device=device)
             try:
                 mirror = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
                 return None, _gbps(mirror, slab.bytes, seconds), _gbps(slab.bytes, mirror, seconds)
