@@ -98,8 +98,11 @@ def make_plan(segments: Sequence[Segment], capacity: Callable[[Hashable], int | 
         Chunks that together cover every element of every segment once.
     """
     by_kind: dict[Hashable, list[int]] = {}
+    last, indices = None, []
     for index, segment in enumerate(segments):
-        by_kind.setdefault(segment.kind, []).append(index)
+        if segment.kind is not last:  # neighbours mostly are of one kind, whose hash takes long
+            last, indices = segment.kind, by_kind.setdefault(segment.kind, [])
+        indices.append(index)
     chunks: list[Chunk] = []
     for kind, indices in by_kind.items():
         indices.sort(key=lambda index: segments[index].start)
@@ -114,14 +117,18 @@ def _chunks_of_kind(
     pieces: list[Piece] = []
     ranges: list[CopyRange] = []
     used = 0
+    range_start = range_end = range_slot_start = 0  # of the range that the next piece may continue
+
+    def close_range() -> None:
+        if range_end > range_start:
+            ranges.append(CopyRange(range_start, range_end - range_start, range_slot_start))
 
     def close_chunk() -> None:
-        nonlocal used
+        close_range()
         if pieces:
             chunks.append(Chunk(kind, tuple(pieces), tuple(ranges), used))
         pieces.clear()
         ranges.clear()
-        used = 0
 
     for index in indices:
         _, start, numel = segments[index]
@@ -129,14 +136,17 @@ def _chunks_of_kind(
         while offset < numel:
             if limit is not None and used >= limit:
                 close_chunk()
-            room = numel if limit is None else limit - used
-            taken = min(numel - offset, room)
+                used = range_start = range_end = 0
+            taken = numel - offset
+            if limit is not None and taken > limit - used:
+                taken = limit - used
             pieces.append(Piece(index, offset, taken, used))
-            width = align(taken)
-            if ranges and ranges[-1].start + ranges[-1].numel == start + offset:
-                ranges[-1] = ranges[-1]._replace(numel=ranges[-1].numel + width)
-            else:
-                ranges.append(CopyRange(start + offset, width, used))
+            if range_end != start + offset or range_end == range_start:
+                close_range()
+                range_start = range_end = start + offset
+                range_slot_start = used
+            width = -(-taken // ALIGNMENT) * ALIGNMENT  # not align(): a call for each piece is felt
+            range_end += width
             used += width
             offset += taken
     close_chunk()

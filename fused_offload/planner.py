@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .config import OffloadConfig
-from .plan import Chunk, Segment, chunk_numel, make_plan
+from .plan import Chunk, Piece, Segment, chunk_numel, make_plan
 from .state import StateEntry
 from .storage import Extent, Layout
 from .streaming import Streaming, streaming_of
@@ -114,21 +114,32 @@ class Planner:
         self._plans.clear()
 
     def _make(self, updates: Updates, entries: list[StateEntry], window: Sequence[WindowBlock]) -> StepPlan:
-        extents = {entry.extent for entry in entries if entry.extent is not None}
-        programs = {extent: None if extent.layout.resident else self._streaming(extent).programs for extent in extents}
+        kinds: dict[Hashable, ChunkKind] = {}
         segments, cuts = [], []
-        for index, (entry, param, group, grad_dtype) in enumerate(
-            zip(entries, updates.params, updates.groups, updates.grad_dtypes, strict=True)
+        for index, (entry, numel, group, grad_dtype) in enumerate(
+            zip(entries, updates.numels.tolist(), updates.groups, updates.grad_dtypes, strict=True)
         ):
-            assert entry.extent is not None
-            kind = ChunkKind(entry.extent, group, grad_dtype, not entry.moments_set, not entry.master_set)
-            kind = kind._replace(max_programs=programs[entry.extent])
-            whole = Segment(kind, entry.start, param.numel())
-            for cut in cut_at_blocks(index, entry.extent, whole, window):
+            extent = entry.extent
+            assert extent is not None
+            key = extent, group, grad_dtype, entry.moments_set, entry.master_set
+            kind = kinds.get(key)
+            if kind is None:
+                programs = None if extent.layout.resident else self._streaming(extent).programs
+                kind = ChunkKind(
+                    extent, group, grad_dtype, not entry.moments_set, not entry.master_set, max_programs=programs
+                )
+                kinds[key] = kind
+            whole = Segment(kind, entry.start, numel)
+            if not window:
+                segments.append(whole)
+                continue
+            for cut in cut_at_blocks(index, extent, whole, window):
                 cuts.append(cut)
                 here = kind if cut.block is None else kind._replace(block=cut.block, max_programs=None)
                 segments.append(Segment(here, entry.start + cut.offset, cut.numel))
-        chunks = [_of_updates(chunk, cuts) for chunk in make_plan(segments, self._capacity)]
+        chunks = make_plan(segments, self._capacity)
+        if window:
+            chunks = tuple(_of_updates(chunk, cuts) for chunk in chunks)
         # What is on the GPU goes last: its kernels need no copy, so the link starts with the first chunk that does.
         ordered = sorted(chunks, key=lambda chunk: (extent_of(chunk).layout.resident, block_of(chunk) is not None))
         initial = [entry for entry in entries if not (entry.moments_set and entry.master_set)]
@@ -150,11 +161,11 @@ def extent_streaming(config: OffloadConfig, layout: Layout, numel: int) -> Strea
 
 def _of_updates(chunk: Chunk, cuts: Sequence[Cut]) -> Chunk:
     """A chunk whose pieces name updates, of one whose pieces name parts of updates."""
-    pieces = [
-        piece._replace(segment=cuts[piece.segment].segment, offset=cuts[piece.segment].offset + piece.offset)
-        for piece in chunk.pieces
-    ]
-    return chunk._replace(pieces=tuple(pieces))
+    pieces = tuple(
+        Piece(cuts[segment].segment, cuts[segment].offset + offset, numel, slot_start)
+        for segment, offset, numel, slot_start in chunk.pieces
+    )
+    return chunk._replace(pieces=pieces)
 
 
 def block_of(chunk: Chunk) -> WindowBlock | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -40,7 +41,7 @@ class AddressTable:
     """
 
     def __init__(
-        self, plan: StepPlan, chunks: Sequence[Chunk], updates: Updates, programs_of: Callable[[int], int]
+        self, plan: StepPlan, chunks: Sequence[Chunk], updates: Updates, programs_of: Callable[[np.ndarray], np.ndarray]
     ) -> None:
         """Fills everything but the addresses.
 
@@ -48,32 +49,36 @@ class AddressTable:
             plan: plan that the chunks are from.
             chunks: chunks of one device.
             updates: what the plan was made for; only dtypes and positions are kept.
-            programs_of: programs that a piece of so many elements takes.
+            programs_of: programs that pieces of so many elements take, one by one.
         """
-        count = sum(len(chunk.pieces) for chunk in chunks)
-        self.rows = np.zeros((count, 6), np.int64)
-        self._segment = np.empty(count, np.int64)
-        self._offset = np.empty(count, np.int64)
+        counts = [len(chunk.pieces) for chunk in chunks]
+        pieces = itertools.chain.from_iterable(chunk.pieces for chunk in chunks)
+        numbers = np.fromiter(itertools.chain.from_iterable(pieces), np.int64, 4 * sum(counts))
+        segment, offset, numel, slot_start = numbers.reshape(-1, 4).T
+        programs = programs_of(numel)
+        self.rows = np.zeros((len(numel), 6), np.int64)
+        self.rows[:, 0] = np.cumsum(programs) - programs  # of all chunks; each counts its own below
+        self.rows[:, 3] = np.array(plan.starts, np.int64)[segment] + offset
+        self.rows[:, 4] = numel
+        self.rows[:, 5] = rounding_counter(np.array(updates.positions, np.int64)[segment], offset)
         self.chunks: list[ChunkRows] = []
-        row = 0
-        for chunk in chunks:
-            first, program = row, 0
+        first = 0
+        for chunk, count in zip(chunks, counts, strict=True):
             kind = chunk.kind
             assert isinstance(kind, ChunkKind)
-            origin = kind.origin
-            for segment, offset, numel, slot_start in chunk.pieces:
-                start = slot_start if origin is None else plan.starts[segment] + offset - origin
-                counter = rounding_counter(updates.positions[segment], offset)
-                self.rows[row] = program, 0, 0, start, numel, counter
-                self._segment[row], self._offset[row] = segment, offset
-                program += programs_of(numel)
-                row += 1
-            self.chunks.append(ChunkRows(first, row - first, program))
-        sizes = np.array(
-            [[p.dtype.itemsize, d.itemsize] for p, d in zip(updates.params, updates.grad_dtypes, strict=True)]
-        )
-        self._param_offset = self._offset * sizes[self._segment, 0]
-        self._grad_offset = self._offset * sizes[self._segment, 1]
+            rows = slice(first, first + count)
+            self.rows[rows, 0] -= self.rows[first, 0]
+            if kind.origin is None:
+                self.rows[rows, 3] = slot_start[rows]
+            else:
+                self.rows[rows, 3] -= kind.origin
+            self.chunks.append(ChunkRows(first, count, int(programs[rows].sum())))
+            first += count
+        self._segment = segment
+        param_sizes = np.fromiter((param.itemsize for param in updates.params), np.int64, len(updates.params))
+        grad_sizes = np.fromiter((dtype.itemsize for dtype in updates.grad_dtypes), np.int64, len(updates.params))
+        self._param_offset = offset * param_sizes[segment]
+        self._grad_offset = offset * grad_sizes[segment]
         self.version = -1
         self._aligned: list[bool] = []
         self._starts = np.array([chunk.first for chunk in self.chunks])

@@ -11,7 +11,7 @@ import torch
 
 from .dtensors import has_partial, is_distributed, like_param, local_of, locals_of, same_sharding, sharding_of
 from .tensors import FLOAT_DTYPES, addresses_of, has_own_memory, is_dense, is_frozen, like_memory_of, same_order
-from .watch import KindWatch, same_objects
+from .watch import Kind, KindWatch, kind_of, same_objects
 
 
 class Updates(NamedTuple):
@@ -65,14 +65,15 @@ class ParamWatch:
         self.devices: set[torch.device] = set()
         self._lengths: list[int] = []
         self._some_distributed = False
-        self._kinds = KindWatch([])
+        self._kinds = KindWatch(())
         self._addresses = addresses_of([])
+        self._numels = self._itemsizes = np.empty(0, np.int64)
+        self._good_kinds: list[Kind] = []  # of each parameter's last gradient that could be read where it was
         self._present: list[int] = []
-        self._grad_kinds = KindWatch([])
+        self._grad_kinds = KindWatch(())
         self._spans: _ParamSpans | None = None
         self._last: Updates | None = None  # without its gradients, which the caller frees
         self._version = 0
-        self._signatures: dict[Hashable, int] = {}
 
     def observe(
         self,
@@ -125,9 +126,11 @@ class ParamWatch:
         self.tensors = tensors = locals_of(params) if self._some_distributed else params
         self.groups = [index for index, length in enumerate(lengths) for _ in range(length)]
         self.devices = {tensor.device for tensor in tensors}
-        self._kinds, self._addresses = KindWatch(tensors), addresses_of(tensors)
+        self._kinds, self._addresses = KindWatch(list(map(kind_of, tensors))), addresses_of(tensors)
+        self._numels = np.fromiter(map(torch.Tensor.numel, tensors), np.int64, len(tensors))
+        self._itemsizes = _itemsizes([tensor.dtype for tensor in tensors])
+        self._good_kinds = [()] * len(tensors)
         self.generation += 1
-        self._signatures.clear()
 
     def _like_last(self, found: list[Any]) -> Updates | None:
         """The last updates with these gradients, if they are of the same kinds and for the same parameters."""
@@ -150,39 +153,46 @@ class ParamWatch:
         return last._replace(grads=found)
 
     def _checked(self, found: list[Any]) -> Updates:
-        """Everything from scratch."""
+        """Updates of gradients that are not those of the last step, each checked unless it is of a good kind."""
         self._last = None
         present = [index for index, grad in enumerate(found) if grad is not None]
+        copied = False
         for index in present:
-            _check_grad(self.tensors[index], found[index], self.groups[index])
-        positions = [index for index in present if self.tensors[index].numel()]
-        params = [self.tensors[index] for index in positions]
-        given = [found[index] for index in positions]
-        grads = [_in_memory_order(param, grad) for param, grad in zip(params, given, strict=True)]
+            grad = found[index]
+            kind = kind_of(grad)
+            if kind != self._good_kinds[index]:
+                param = self.tensors[index]
+                _check_grad(param, grad, self.groups[index])
+                found[index] = ordered = _in_memory_order(param, grad)
+                if ordered is grad:
+                    self._good_kinds[index] = kind
+                else:
+                    copied = True
+        positions = [index for index in present if self._numels[index]] if not self._numels.all() else present
+        places = np.array(positions, np.int64)
+        grads = [found[index] for index in positions]
         dtypes = [grad.dtype for grad in grads]
         self._version += 1
         updates = Updates(
-            params=params,
+            params=[self.tensors[index] for index in positions],
             grads=grads,
             groups=[self.groups[index] for index in positions],
             positions=positions,
             grad_dtypes=dtypes,
-            param_addresses=addresses_of(params),
+            param_addresses=self._addresses[places],
             grad_addresses=addresses_of(grads),
-            numels=np.array([param.numel() for param in params], np.int64),
+            numels=self._numels[places],
             version=self._version,
-            signature=(self.generation, self._signature_of(positions, dtypes)),
+            # Bytes know their hash, and a plan's key is looked at in every step.
+            signature=(self.generation, places.tobytes(), bytes(map(FLOAT_DTYPES.index, dtypes))),
         )
-        spans = _ParamSpans(updates)
+        spans = _ParamSpans(updates, self._itemsizes[places])
         spans.check_apart(updates.grad_addresses)
-        if same_objects(grads, given):  # what was copied has to be copied again at every step
-            self._present, self._grad_kinds, self._spans = present, KindWatch(grads), spans
+        if not copied:  # what was copied has to be copied again at every step
+            kinds = [self._good_kinds[index] for index in positions]
+            self._present, self._grad_kinds, self._spans = present, KindWatch(kinds), spans
             self._last = updates._replace(grads=[])
         return updates
-
-    def _signature_of(self, positions: list[int], dtypes: list[torch.dtype]) -> int:
-        """A number for long lists, which every look at a table of plans would hash anew."""
-        return self._signatures.setdefault((tuple(positions), tuple(dtypes)), len(self._signatures))
 
 
 def _check_grad(param: torch.Tensor, grad: Any, group: int) -> None:
@@ -247,11 +257,11 @@ class _ParamSpans:
     devices cannot be confused.
     """
 
-    def __init__(self, updates: Updates) -> None:
+    def __init__(self, updates: Updates, itemsizes: np.ndarray) -> None:
         """Sorts the spans; raises where two parameters share memory."""
         order = np.argsort(updates.param_addresses, kind="stable")
         self._starts = updates.param_addresses[order]
-        self._ends = self._starts + (updates.numels * _itemsizes([param.dtype for param in updates.params]))[order]
+        self._ends = self._starts + (updates.numels * itemsizes)[order]
         self._grad_bytes = updates.numels * _itemsizes(updates.grad_dtypes)
         if (self._starts[1:] < self._ends[:-1]).any():
             raise RuntimeError(

@@ -21,36 +21,42 @@ def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
+Kind = tuple[Any, ...]
+
+
 class KindWatch:
     """What kinds of strided tensors a list held; holds none of them."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Remembers the kind of each tensor."""
-        self._count = len(tensors)
+    def __init__(self, kinds: Sequence[Kind]) -> None:
+        """Remembers the kind of each tensor, see `kind_of`."""
+        self._count = len(kinds)
+        self._kinds = kinds
         self._guards: Any = None
-        self._kinds: list[tuple[Any, ...]] = []
-        if _new_guards is not None and tensors:
-            self._guards = _new_guards(
-                *tensors,
-                dynamic_dims_sizes=[list(tensor.shape) for tensor in tensors],
-                dynamic_dims_strides=[list(tensor.stride()) for tensor in tensors],
-            )
-        else:
-            self._kinds = list(map(_kind, tensors))
 
     def same_kind(self, tensors: Sequence[torch.Tensor | None]) -> bool:
         """Whether other tensors have the types, layouts, dtypes, devices, shapes and strides of these, one by one."""
         if len(tensors) != self._count:
             return False
         if self._guards is None:
-            return list(map(_kind, tensors)) == self._kinds
+            if list(map(kind_of, tensors)) != self._kinds:
+                return False
+            # Guards are worth their making only where a list is seen again.
+            if _new_guards is not None and tensors:
+                self._guards = _new_guards(
+                    *tensors,
+                    dynamic_dims_sizes=[list(kind[4]) for kind in self._kinds],
+                    dynamic_dims_strides=[list(kind[5]) for kind in self._kinds],
+                )
+                self._kinds = ()
+            return True
         try:
             return bool(self._guards.check(*tensors))
         except TypeError:  # not all are tensors
             return False
 
 
-def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...]:
+def kind_of(tensor: torch.Tensor | None) -> Kind:
+    """Type, layout and, of a strided tensor, all that can be asked without its elements."""
     if not isinstance(tensor, torch.Tensor):
         return (type(tensor),)
     if tensor.layout != torch.strided:

@@ -29,6 +29,7 @@ from .formats import (
     store_raw,
     store_state,
 )
+from .forms import Whole
 from .reference import AdamScalars, AdamState
 
 BLOCK_NUMEL = 1024
@@ -431,7 +432,7 @@ class LaunchKind(NamedTuple):
     max_programs: int | None = None
 
 
-def programs_of(numel: int) -> int:
+def programs_of(numel: Whole) -> Whole:
     """Programs that a piece of ``numel`` elements takes."""
     return -(-numel // BLOCK_NUMEL)
 

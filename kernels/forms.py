@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
+
+Whole = TypeVar("Whole", int, np.ndarray)
+"""A whole number, or an int64 array of them."""
 
 SCALE_BLOCK = 128
 """Elements that share one scale. Segments start at multiples of it, so no chunking ever splits a scale block."""
@@ -116,14 +120,15 @@ class Rounding(NamedTuple):
     counter: int
 
 
-def rounding_counter(parameter: int, offset: int) -> int:
+def rounding_counter(parameter: Whole, offset: Whole) -> Whole:
     """Number of an element among all elements of an optimizer, from which its random numbers are made.
 
     Args:
         parameter: number of the parameter within the optimizer, below 2^23.
         offset: number of the element within the parameter, below 2^40.
     """
-    return (parameter << 40) + offset
+    counter: Whole = (parameter << 40) + offset
+    return counter
 
 
 def _mix(bits: Any) -> Any:

@@ -247,16 +247,27 @@ class Repeated(torch.nn.Module):
         return x
 
 
-def test_a_weight_with_several_gradients_in_one_pass(device: str) -> None:
-    for reentrant in (False, True):
-        torch.manual_seed(0)
-        model = Repeated(reentrant=reentrant).to(device)
-        optimizer = FusedOffloadAdam(model.parameters(), lr=1e-2)
-        optimizer.step_in_backward(model)
-        if reentrant:
-            refused("use_reentrant=False", loss_of(model, 0).backward)
-        else:
-            train(model, optimizer)
+def repeated(device: str, *, reentrant: bool) -> tuple[Repeated, FusedOffloadAdam]:
+    torch.manual_seed(0)
+    model = Repeated(reentrant=reentrant).to(device)
+    return model, FusedOffloadAdam(model.parameters(), lr=1e-2)
+
+
+def test_a_weight_that_is_checkpointed_twice_is_stepped_once(device: str) -> None:
+    results = []
+    for steps_in_backward in (False, True):
+        model, optimizer = repeated(device, reentrant=False)
+        if steps_in_backward:
+            optimizer.step_in_backward(model)
+        train(model, optimizer)
+        results.append(snapshot(optimizer))
+    assert_same_snapshot(*results)
+
+
+def test_several_gradients_of_a_weight_in_one_pass_are_refused(device: str) -> None:
+    model, optimizer = repeated(device, reentrant=True)
+    optimizer.step_in_backward(model)
+    refused("use_reentrant=False", loss_of(model, 0).backward)
 
 
 def test_a_weight_that_the_pass_still_needs_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
