@@ -82,7 +82,9 @@ def register_host_memory(address: int, nbytes: int, device: torch.device | None 
     Returns the driver's message if it refuses, else None.
     """
     with torch.cuda.device(device):
-        torch.cuda.current_stream(device).query()  # any call of the runtime binds its context to this thread
+        torch.cuda.mem_get_info(
+            device
+        )  # a call of the runtime, which binds the context to this thread; waits for nothing
         result = _driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE | _DEVICEMAP)
     return None if result == 0 else _message(result)
 

@@ -11,7 +11,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -648,13 +647,10 @@ def test_memory_is_page_locked_and_given_back_in_the_context_of_its_own_device(m
         yield
         current.pop()
 
-    def stream_of(device: torch.device) -> SimpleNamespace:
-        return SimpleNamespace(query=lambda: seen.append(("query", device)))
-
     device = torch.device("cuda", 1)
     monkeypatch.setattr(pinned.cuda_driver, "_driver", Driver)
     monkeypatch.setattr(torch.cuda, "device", device_context)
-    monkeypatch.setattr(torch.cuda, "current_stream", stream_of)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: seen.append(("bind", device)))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: seen.append(("wait", device)))
     pinned.PinnedSlab(4096, pin=True, device=device).close()
-    assert seen == [(name, device) for name in ("query", "register", "wait", "unregister")]
+    assert seen == [(name, device) for name in ("bind", "register", "wait", "unregister")]
