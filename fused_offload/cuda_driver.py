@@ -82,9 +82,7 @@ def register_host_memory(address: int, nbytes: int, device: torch.device | None 
     Returns the driver's message if it refuses, else None.
     """
     with torch.cuda.device(device):
-        torch.cuda.mem_get_info(
-            device
-        )  # a call of the runtime, which binds the context to this thread; waits for nothing
+        torch.cuda.mem_get_info(device)  # binds the context to this thread, and waits for nothing
         result = _driver().cuMemHostRegister_v2(address, nbytes, _PORTABLE | _DEVICEMAP)
     return None if result == 0 else _message(result)
 
