@@ -7,7 +7,6 @@ import torch
 from .dtensors import local_of
 from .kernels.forms import SCALE_BLOCK, Stored, decode, encode_
 from .state import StateEntry
-from .tensors import flat
 
 _BLOCK = 4 * 2**20  # elements compared at a time; a multiple of the scale block
 
@@ -20,7 +19,7 @@ def refresh_master(entry: StateEntry) -> None:
             of parameters that are zero become zero: no master has such a pair, and joined they would be NaN.
     """
     stored = entry.stored("master_param")
-    param = flat(local_of(entry.param))
+    param = entry.ordered(local_of(entry.param))
     for start in range(0, param.numel(), _BLOCK):
         block = param[start : start + _BLOCK].to(stored.data.device)
         refresh = _refresh_remainders if stored.form.name == "remainder" else _refresh_block

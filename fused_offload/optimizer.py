@@ -68,7 +68,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
     back.
 
     Args:
-        params: parameters (float32, bfloat16 or float16) or groups of them, dense in memory, one device a group.
+        params: parameters (float32, bfloat16 or float16) or groups of them, one device a group. Those with gaps in
+            their memory are stepped through a copy.
         lr: learning rate, a float or a one-element tensor on the CPU or on the parameters' device, which the kernel
             reads without a synchronisation.
         betas: decay of the first and the second moment, in [0, 1).

@@ -16,7 +16,7 @@ from .arguments import checked_step
 from .dtensors import distributed_like, is_distributed, local_of, local_value, same_sharding, sharding_of
 from .kernels.forms import Form, Stored, decode, encode_
 from .storage import Extent
-from .tensors import flat, has_data, has_own_memory, is_dense, like_memory_of, same_order
+from .tensors import dense_strides, flat, has_data, has_own_memory, like_memory_of, overlaps, same_order
 
 _VALUES_BLOCK = 2**20  # elements converted at a time: bounds the temporary memory of loads and saves
 
@@ -62,7 +62,7 @@ class StateEntry(dict[str, torch.Tensor]):
         start: first element in the extent.
         bound: whether the entry has its storage.
         shape: the parameter's shape when it got its storage; of a distributed one that of this rank's part.
-        strides: strides of the values, as the parameter's were then.
+        strides: strides of the values, as the parameter's were then, but without gaps.
         moments_set: whether the moments may differ from zero.
         master_set: whether ``master_param`` is authoritative; if not, the next step takes the parameter instead.
     """
@@ -76,8 +76,7 @@ class StateEntry(dict[str, torch.Tensor]):
         self.start = 0
         self.bound = False
         local = local_of(param)
-        self.shape = local.shape
-        self.strides = local.stride()
+        self.shape, self.strides = local.shape, dense_strides(local)
         self._distributed: dict[str, Any] = {}
         self.moments_set = False
         self.master_set = False
@@ -88,7 +87,7 @@ class StateEntry(dict[str, torch.Tensor]):
         """Gives the entry its storage: elements of ``extent`` from ``start``; None for an empty parameter."""
         self.extent, self.start, self.bound = extent, start, True
         local = local_of(self.param)
-        self.shape, self.strides = local.shape, local.stride()
+        self.shape, self.strides = local.shape, dense_strides(local)
         self._distributed.clear()
         self.moments_set = self.master_set = False
         self._hooks.version += 1
@@ -164,15 +163,17 @@ class StateEntry(dict[str, torch.Tensor]):
     def _follow_param(self) -> None:
         """Reorders the values where the parameter got other strides (``model.to(memory_format=...)``)."""
         param = local_of(self.param)
-        moved = param.shape == self.shape and not same_order(param.shape, param.stride(), self.strides)
-        if not moved or not is_dense(param):
+        if param.shape != self.shape or overlaps(param):
+            return
+        strides = dense_strides(param)
+        if same_order(param.shape, strides, self.strides):
             return
         self._hooks.wait()
         kept = {key: self._values(key) for key in self}
-        self.strides = param.stride()
+        self.strides = strides
         for key, values in kept.items():
             super().__setitem__(key, self._view(key, self.form(key)))
-            stored, ordered = self.stored(key), flat(like_memory_of(values, param))
+            stored, ordered = self.stored(key), self.ordered(values)
             if stored.form.scaled:
                 encode_(stored, ordered)
             else:

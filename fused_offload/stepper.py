@@ -189,6 +189,7 @@ class Stepper:
 
         try:
             self.engine.run(plan, updates, scalars, corrections, amp, numerics=modes.numerics, launching=launching)
+            updates.write_copies_back()
             for entry in plan.initial:
                 entry.mark_set()
             if amp.found_inf is not None and amp.found_inf.device.type != "cpu":

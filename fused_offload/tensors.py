@@ -40,9 +40,8 @@ def has_data(tensor: torch.Tensor) -> bool:
         return False
     if tensor.numel() == 0:
         return True
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (int(tensor.storage_offset()) + last + 1) * tensor.itemsize
-    return needed <= tensor.untyped_storage().nbytes()
+    end = int(tensor.storage_offset()) * tensor.itemsize + span_bytes(tensor)
+    return end <= tensor.untyped_storage().nbytes()
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -55,6 +54,33 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether several elements may share a place in memory, as those of expanded tensors do."""
+    span = 1  # places from the first element to the last, of the dimensions so far
+    for stride, size in _order(tensor.shape, tensor.stride()):
+        if stride < span:
+            return tensor.numel() > 0
+        span += (size - 1) * stride
+    return False
+
+
+def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Strides of a tensor without gaps that lies in memory in the same order; its own if it has none."""
+    return tensor.stride() if is_dense(tensor) else torch.empty_like(tensor, device="meta").stride()
+
+
+def span_bytes(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last, of a tensor with elements."""
+    places = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return places * tensor.itemsize
+
+
+def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy without gaps, which lies in memory in the same order."""
+    strides = dense_strides(tensor)
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 
 
 def same_order(shape: Sequence[int], strides: Sequence[int], other: Sequence[int]) -> bool:

@@ -10,7 +10,18 @@ import numpy as np
 import torch
 
 from .dtensors import has_partial, is_distributed, like_param, local_of, locals_of, same_sharding, sharding_of
-from .tensors import FLOAT_DTYPES, addresses_of, has_own_memory, is_dense, is_frozen, like_memory_of, same_order
+from .tensors import (
+    FLOAT_DTYPES,
+    addresses_of,
+    dense_copy,
+    has_own_memory,
+    is_dense,
+    is_frozen,
+    like_memory_of,
+    overlaps,
+    same_order,
+    span_bytes,
+)
 from .watch import Kind, KindWatch, kind_of, same_objects
 
 
@@ -18,7 +29,7 @@ class Updates(NamedTuple):
     """Parameters with gradients, in group order; parameters without elements are left out.
 
     Attributes:
-        params: parameters; of distributed ones what this rank has.
+        params: parameters; of distributed ones what this rank has, of those with gaps in their memory a copy without.
         grads: their gradients, in the parameters' memory order.
         groups: index of each parameter's group.
         positions: place of each parameter in `ParamWatch.params`.
@@ -28,6 +39,7 @@ class Updates(NamedTuple):
         numels: ``[len(params)]`` int64.
         version: equal for two steps with the same signature and the same addresses.
         signature: equal for two steps that update the same parameters with gradients of the same dtypes.
+        copied: parameters with gaps, and the copies in ``params`` that are to be written back into them.
     """
 
     params: list[torch.Tensor]
@@ -40,6 +52,12 @@ class Updates(NamedTuple):
     numels: np.ndarray
     version: int
     signature: Hashable
+    copied: list[tuple[torch.Tensor, torch.Tensor]]
+
+    def write_copies_back(self) -> None:
+        """Enqueues the writes of what was updated in a copy, behind the step."""
+        for param, copy in self.copied:
+            param.copy_(copy)
 
 
 class ParamWatch:
@@ -65,9 +83,10 @@ class ParamWatch:
         self.devices: set[torch.device] = set()
         self._lengths: list[int] = []
         self._some_distributed = False
+        self._with_gaps: set[int] = set()
         self._kinds = KindWatch(())
         self._addresses = addresses_of([])
-        self._numels = self._itemsizes = np.empty(0, np.int64)
+        self._numels = self._span_bytes = np.empty(0, np.int64)
         self._good_kinds: list[Kind] = []  # of each parameter's last gradient that could be read where it was
         self._present: list[int] = []
         self._grad_kinds = KindWatch(())
@@ -126,9 +145,12 @@ class ParamWatch:
         self.tensors = tensors = locals_of(params) if self._some_distributed else params
         self.groups = [index for index, length in enumerate(lengths) for _ in range(length)]
         self.devices = {tensor.device for tensor in tensors}
+        self._with_gaps = {position for position, tensor in enumerate(tensors) if not is_dense(tensor)}
         self._kinds, self._addresses = KindWatch(list(map(kind_of, tensors))), addresses_of(tensors)
         self._numels = np.fromiter(map(torch.Tensor.numel, tensors), np.int64, len(tensors))
-        self._itemsizes = _itemsizes([tensor.dtype for tensor in tensors])
+        self._span_bytes = self._numels * _itemsizes([tensor.dtype for tensor in tensors])
+        for position in self._with_gaps:
+            self._span_bytes[position] = span_bytes(tensors[position])
         self._good_kinds = [()] * len(tensors)
         self.generation += 1
 
@@ -156,14 +178,15 @@ class ParamWatch:
         """Updates of gradients that are not those of the last step, each checked unless it is of a good kind."""
         self._last = None
         present = [index for index, grad in enumerate(found) if grad is not None]
-        copied = False
+        without_gaps = {index: dense_copy(self.tensors[index]) for index in present if index in self._with_gaps}
+        copied = bool(without_gaps)
         for index in present:
             grad = found[index]
             kind = kind_of(grad)
             if kind != self._good_kinds[index]:
                 param = self.tensors[index]
                 _check_grad(param, grad, self.groups[index])
-                found[index] = ordered = _in_memory_order(param, grad)
+                found[index] = ordered = _in_memory_order(without_gaps.get(index, param), grad)
                 if ordered is grad:
                     self._good_kinds[index] = kind
                 else:
@@ -171,22 +194,28 @@ class ParamWatch:
         positions = [index for index in present if self._numels[index]] if not self._numels.all() else present
         places = np.array(positions, np.int64)
         grads = [found[index] for index in positions]
+        params = [self.tensors[index] for index in positions]
+        if without_gaps:
+            params = [without_gaps.get(index, param) for index, param in zip(positions, params, strict=True)]
         dtypes = [grad.dtype for grad in grads]
         self._version += 1
         updates = Updates(
-            params=[self.tensors[index] for index in positions],
+            params=params,
             grads=grads,
             groups=[self.groups[index] for index in positions],
             positions=positions,
             grad_dtypes=dtypes,
-            param_addresses=self._addresses[places],
+            param_addresses=addresses_of(params) if without_gaps else self._addresses[places],
             grad_addresses=addresses_of(grads),
             numels=self._numels[places],
             version=self._version,
             # Bytes know their hash, and a plan's key is looked at in every step.
             signature=(self.generation, places.tobytes(), bytes(map(FLOAT_DTYPES.index, dtypes))),
+            copied=[(self.tensors[index], copy) for index, copy in without_gaps.items()],
         )
-        spans = _ParamSpans(updates, self._itemsizes[places])
+        spans = _ParamSpans(
+            self._addresses[places], self._span_bytes[places], self._numels[places] * _itemsizes(dtypes)
+        )
         spans.check_apart(updates.grad_addresses)
         if not copied:  # what was copied has to be copied again at every step
             kinds = [self._good_kinds[index] for index in positions]
@@ -257,12 +286,18 @@ class _ParamSpans:
     devices cannot be confused.
     """
 
-    def __init__(self, updates: Updates, itemsizes: np.ndarray) -> None:
-        """Sorts the spans; raises where two parameters share memory."""
-        order = np.argsort(updates.param_addresses, kind="stable")
-        self._starts = updates.param_addresses[order]
-        self._ends = self._starts + (updates.numels * itemsizes)[order]
-        self._grad_bytes = updates.numels * _itemsizes(updates.grad_dtypes)
+    def __init__(self, starts: np.ndarray, param_bytes: np.ndarray, grad_bytes: np.ndarray) -> None:
+        """Sorts the spans; raises where two parameters share memory.
+
+        Args:
+            starts: ``[n]`` int64, address of each parameter.
+            param_bytes: ``[n]`` int64, bytes from its first element to the end of its last.
+            grad_bytes: ``[n]`` int64, bytes of its gradient.
+        """
+        order = np.argsort(starts, kind="stable")
+        self._starts = starts[order]
+        self._ends = self._starts + param_bytes[order]
+        self._grad_bytes = grad_bytes
         if (self._starts[1:] < self._ends[:-1]).any():
             raise RuntimeError(
                 "Some parameters share memory, so one step would update it twice. Pass each parameter, and each part "
@@ -314,11 +349,11 @@ def check_params(params: Sequence[Any], where: str) -> None:
                 f"{position} of {where} has {param.dtype}{_class_of(param)}{advice}"
             )
     for position, param in enumerate(params):
-        if param.layout != torch.strided or not (param.is_contiguous() or is_dense(param)):
+        if param.layout != torch.strided or not (param.is_contiguous() or not overlaps(param)):
             raise RuntimeError(
                 f"Parameter {position} of {where} (shape {tuple(param.shape)}, strides "
-                f"{param.stride() if param.layout == torch.strided else 'none'}) does not fill its memory without gaps "
-                "or overlaps. Make it contiguous before building the optimizer."
+                f"{param.stride() if param.layout == torch.strided else 'none'}) does not have a place in memory for "
+                "each of its elements. Make it contiguous before building the optimizer."
             )
 
 

@@ -438,9 +438,14 @@ BAD_PARAMS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "on one device, but they are on cpu, meta",
     ),
     ("non-leaf", lambda: [nn.Parameter(torch.ones(3)) * 2], ValueError, "can't optimize a non-leaf Tensor"),
-    ("sparse", lambda: [sparse_param()], RuntimeError, "without gaps or overlaps"),
-    ("expanded", lambda: [torch.ones(1).expand(3).requires_grad_()], RuntimeError, "without gaps or overlaps"),
-    ("with gaps", lambda: [torch.ones(6)[::2].requires_grad_()], RuntimeError, "without gaps or overlaps"),
+    ("sparse", lambda: [sparse_param()], RuntimeError, "a place in memory for each"),
+    ("expanded", lambda: [torch.ones(1).expand(3).requires_grad_()], RuntimeError, "a place in memory for each"),
+    (
+        "overlapping",
+        lambda: [torch.ones(6).as_strided((2, 3), (2, 1)).requires_grad_()],
+        RuntimeError,
+        "a place in memory for each",
+    ),
     ("twice", lambda: [nn.Parameter(torch.ones(3))] * 2, ValueError, "appear more than once"),
 ]
 

@@ -38,7 +38,7 @@ class Model(nn.Module):
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        shapes: list[tuple[int, ...]] = [(5,), (12, 13), (12, 13), ()]
+        shapes: list[tuple[int, ...]] = [(5,), (12, 13), (12, 13), (1,)]  # no scalar of `JUNK` is a state of one
         dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
         for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
             self.register_parameter(f"p{index}", param_of(randn(shape, index, device, dtype)))

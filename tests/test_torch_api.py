@@ -861,6 +861,59 @@ def test_strides(device: str, param_strides: str, grad_strides: str) -> None:
         assert_same_bits(optimizer.state[param][key], reference.state[plain][key], key)
 
 
+GAPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "columns": lambda memory: memory.view(10, 10)[:, ::2],
+    "transposed": lambda memory: memory.view(10, 10)[:, :5].t(),
+    "every other element": lambda memory: memory[::2],
+    "inner block": lambda memory: memory.view(2, 5, 10)[:, 1:4, 2:9].permute(2, 0, 1),
+    "scalar": lambda memory: memory.view(10, 10)[3, 7],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "forms", [FormsCase(), FormsCase(torch.uint8, torch.uint8, "remainder")], ids=["fp32", "uint8"]
+)
+@pytest.mark.parametrize("gaps", GAPS)
+def test_params_with_gaps_in_memory(device: str, gaps: str, forms: FormsCase, dtype: torch.dtype) -> None:
+    """Stepped, saved, loaded and reloaded as without gaps, bit for bit; the memory between their elements stays."""
+    memory = randn(100, 0, device, dtype)
+    with_gaps = GAPS[gaps](memory).requires_grad_()
+    assert with_gaps._base is not None
+    with_gaps = with_gaps.detach().requires_grad_()
+    plain = torch.empty_like(with_gaps, requires_grad=True)
+    with torch.no_grad():
+        plain.copy_(with_gaps)
+    others = [param_of(randn(300, 1, device, dtype)) for _ in range(2)]
+    untouched = torch.ones(100, dtype=torch.bool, device=device)
+    GAPS[gaps](untouched).zero_()
+    before = memory[untouched].clone()
+    pairs = [(with_gaps, others[0]), (plain, others[1])]
+    optimizers = [FusedOffloadAdam(pair, lr=1e-2, **forms.arguments()) for pair in pairs]
+    for step in range(4):
+        for (param, other), optimizer in zip(pairs, optimizers, strict=True):
+            param.grad = None if step == 2 else randn(param.shape, step, device).to(dtype)
+            other.grad = randn(300, 10 + step, device).to(dtype)
+            optimizer.step()
+            if step == 1:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+                optimizer.reload_model_params()
+        assert_same_bits(with_gaps, plain, f"step {step}")
+        for key in optimizers[0].state[with_gaps]:
+            values = [o.get_unscaled_state(p[0], key) for o, p in zip(optimizers, pairs, strict=True)]
+            assert_same_bits(*values, f"{key} in step {step}")
+    assert torch.equal(memory[untouched], before)
+
+
+def test_params_with_gaps_that_share_memory(device: str) -> None:
+    memory = torch.ones(10, device=device)
+    params = [memory[::2].detach(), memory[2:8:2].detach()]
+    optimizer = FusedOffloadAdam(params)
+    give_grads(params, 0)
+    with unchanged(optimizer), pytest.raises(RuntimeError, match="share memory"):
+        optimizer.step()
+
+
 def test_gradient_strides_of_size_1_dimensions(device: str) -> None:
     """They say nothing about memory, and differ between what autograd makes and the parameter."""
     param = param_of(randn((2, 1, 100), 1, device))
