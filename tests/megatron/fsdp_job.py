@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from job import PLAIN_LAYERS, SEQUENCE, VOCABULARY, ShardState, Step, need_field, replaced, te_branches
 from reference_optimizer import ReferenceAdam
+from registry import NotInReleaseError
 
 import fused_offload.megatron as fom
 from fused_offload import OffloadConfig
@@ -285,8 +287,15 @@ class FsdpJob:
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         loss = self._loss(torch.Generator().manual_seed(1000 + self.iteration * 8 + self.rank))
-        loss.backward()
-        self.model.finish_grad_sync()
+        try:
+            loss.backward()
+            self.model.finish_grad_sync()
+        except RuntimeError as error:
+            if "PREMUL_SUM with Gloo" not in str(error):
+                raise
+            raise NotInReleaseError(
+                f"Megatron-FSDP of megatron-core {version('megatron-core')} scales gradients as only NCCL can"
+            ) from error
         updated, grad_norm, _ = self.optimizer.step()
         self.iteration += 1
         return Step(loss.item(), float(grad_norm), bool(updated))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -211,6 +212,31 @@ def _refusals(context: Context) -> dict[str, list[str]]:
     return results
 
 
+def _short(context: Context) -> dict[str, list[str]]:
+    """Messages where the last parameter's second moment lacks an element, and that nothing before it was written."""
+    results = {}
+    for wrapping, kind in DAMAGED:
+        if wrapping.dtype != "bf16" or wrapping.place != "ours" or not wrapping.distributed:
+            continue
+        job = SmallJob(wrapping)
+        job.train(2)
+        bad = _read(job, context._replace(directory=context.directory / "short"), wrapping, kind)
+        job.train(1)
+        before = job.snapshot()
+        *_, last = (values for values in _dictionaries(bad["param_state"]) if "exp_avg_sq" in values)
+        last["exp_avg_sq"] = last["exp_avg_sq"].reshape(-1)[:-1]
+        message = _message(job.optimizer.load_state_dict, bad)
+        results[f"{wrapping.kind}, {kind}"] = [message, str(_same(job.snapshot(), before))]
+    return results
+
+
+def _dictionaries(value: Any) -> Iterator[dict[Any, Any]]:
+    if isinstance(value, dict):
+        yield value
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _dictionaries(inner)
+
+
 def _damaged_legacy(context: Context) -> dict[str, list[str]]:
     """Files in the legacy format, which only the first rank reads."""
     results = {}
@@ -236,4 +262,5 @@ def _damaged_legacy(context: Context) -> dict[str, list[str]]:
 
 
 scenario("checkpoints of another training", _refusals, (Phase.ONE_RANK,))
+scenario("a short last moment", _short, (Phase.ONE_RANK,))
 scenario("damaged legacy files", _damaged_legacy, (Phase.TWO_RANKS,))

@@ -149,9 +149,12 @@ def _written(context: Context) -> dict[str, Any]:
 def _read(context: Context) -> dict[str, Any]:
     """By one process alone, and by both, what the other number of ranks wrote."""
     writer = Phase.TWO_RANKS if context.phase.alone else Phase.ONE_RANK
+    directory = folder(context._replace(phase=writer), "other ranks")
+    if not directory.exists():
+        raise NotInReleaseError(f"nothing was written by {writer.value}")
     with fake_gpu():
         job = FsdpJob(FsdpSpec(seed=2))
-        load(job, folder(context._replace(phase=writer), "other ranks"), BEFORE)
+        load(job, directory, BEFORE)
         return job.snapshot()
 
 

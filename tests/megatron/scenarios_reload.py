@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from checkpoints import load, save
 from job import Job, JobSpec
 from reference_optimizer import ReferenceAdam
-from registry import Context, Phase, scenario
+from registry import Context, NotInReleaseError, Phase, scenario
 from scenarios_checkpoint import place
 from scenarios_training import FORMS, LAYOUTS
 from walkers import REFRESHES, bridge_syncs_masters, masters_are_refreshed_twice, megatron_reloads_masters
@@ -138,6 +139,10 @@ def _main_params(forms: str, iterations: int) -> dict[str, Any]:
     }
     _take_weights(job, {name: value.to(torch.bfloat16) for name, value in values.items()})
     before = job.snapshot()
+    if None in job.optimizer._split_state_dict(dict(values)):
+        raise NotInReleaseError(
+            f"megatron-core {version('megatron-core')} gives a state dict to the first optimizer of a chain alone"
+        )
     job.optimizer.reload_model_params(state_dict=dict(values))
     masters = {shard.name: values[shard.name].reshape(-1)[shard.start : shard.stop].clone() for shard in job.shards()}
     after = job.snapshot()

@@ -62,6 +62,14 @@ def test_checkpoints_of_another_training_change_nothing(results: Results) -> Non
         assert same == "True", name
 
 
+def test_a_load_that_fails_at_the_last_parameter_has_written_none(results: Results) -> None:
+    (run,) = results.ranks("a short last moment", Phase.ONE_RANK)
+    assert len(run) == 4
+    for name, (message, same) in run.items():
+        assert message.startswith("ValueError: "), f"{name}: {message}"
+        assert same == "True", name
+
+
 def test_all_ranks_refuse_a_damaged_legacy_file_that_one_has_read(results: Results) -> None:
     for run in results.ranks("damaged legacy files", Phase.TWO_RANKS):
         assert len(run) == 16
