@@ -44,6 +44,9 @@ class Stepping(Protocol):
     def _step_part(self, grads: Mapping[int, torch.Tensor], part: int, done: Callable[[], None]) -> None:
         """Updates the parameters with these gradients, by ``id``, as a part of the step that ``step`` completes."""
 
+    def _restart_groups(self) -> None:
+        """Begins groups at step 0 again that have lost all of their state."""
+
     def _end_parts(self) -> None:
         """Says that no more parts of this step follow."""
 
@@ -266,6 +269,8 @@ class BackwardSteps:
                 )
 
     def _check_settings(self, optimizer: Stepping) -> None:
+        if self._settings is None:
+            optimizer._restart_groups()
         settings = [{key: _frozen(group.get(key)) for key in _SETTINGS} for group in optimizer.param_groups]
         if self._settings is None:
             self._settings = settings

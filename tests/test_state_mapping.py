@@ -6,7 +6,8 @@ import copy
 import io
 import pickle
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import pytest
@@ -691,6 +692,67 @@ def test_the_mapping_can_be_assigned(device: torch.device) -> None:
     assert optimizer.state is mapping
     assert list(optimizer.state) == params
     assert_same_training(optimizer, params, undisturbed, twins)
+
+
+# -- distributed parameters ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Two ranks, of which this is the first; they cannot talk."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield torch.distributed.init_device_mesh("cpu", (2,))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
+def test_state_of_another_global_shape_is_refused(mesh: Any) -> None:
+    """Also where this rank has as many rows of either: other ranks have not."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    def shard(rows: int, local: torch.Tensor) -> Any:
+        shape = torch.Size((rows, 4))
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(4, 1))
+
+    five, six = (torch.nn.Parameter(shard(rows, torch.ones(3, 4))) for rows in (5, 6))
+    optimizer = FusedOffloadAdam([five, six], **HYPERPARAMETERS)
+    for param in (five, six):
+        optimizer.initialize_state(param)
+        for key in MOMENTS:
+            optimizer.set_scaled_state(param, key, torch.full((3, 4), 0.5))
+    values = torch.full((3, 4), 0.25)
+    writes: list[Callable[[], Any]] = [
+        lambda: optimizer.state[five].update(exp_avg=shard(6, values)),
+        lambda: optimizer.set_scaled_state(five, "exp_avg", shard(6, values)),
+        lambda: optimizer.state.update({five: optimizer.state[six]}),
+        lambda: optimizer.load_state_dict(swapped(optimizer.state_dict())),
+    ]
+    for write in writes:
+        with unchanged_local(optimizer), pytest.raises(ValueError, match=r"shape \(6, 4\)"):
+            write()
+    optimizer.state[five]["exp_avg"] = shard(5, values)
+    assert_same_bits(optimizer.state[five]["exp_avg"].to_local(), values)
+
+
+def swapped(state_dict: dict[str, Any]) -> dict[str, Any]:
+    state_dict["state"] = {0: state_dict["state"][1], 1: state_dict["state"][0]}
+    return state_dict
+
+
+@contextmanager
+def unchanged_local(optimizer: FusedOffloadAdam) -> Iterator[None]:
+    """Asserts that the block changes no bit of this rank's part of the state."""
+
+    def local_bits() -> list[torch.Tensor]:
+        return [bits(view) for entry in optimizer.state.values() for view in entry.peek_all()]
+
+    before = local_bits()
+    yield
+    assert all(map(torch.equal, local_bits(), before))
 
 
 # -- starting over ---------------------------------------------------------------------------------------------------

@@ -117,6 +117,23 @@ def test_same_bits(device: str, forms: str, part_bytes: int, monkeypatch: pytest
     assert_same_snapshot(results[1], results[0])
 
 
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_storage_of_removed_state_is_freed(device: str, in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that steps remember keeps it, though parts of a step have plans of their own."""
+    monkeypatch.setattr(in_backward, "PART_BYTES", 1)
+    model = net(device)
+    optimizer = adam(model)
+    if in_parts:
+        optimizer.step_in_backward(model)
+    train(model, optimizer, range(2))
+    extents = [weakref.ref(extent) for extent in {entry.extent for entry in optimizer.state.values()}]
+    assert extents
+    optimizer.state.clear()
+    gc.collect()
+    assert all(extent() is None for extent in extents)
+    train(model, optimizer, range(1))
+
+
 def test_parameters_change_during_the_pass(device: str) -> None:
     model, optimizer, *_ = pair(device)
     train(model, optimizer, range(1))
