@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import ctypes
-import functools
 import gc
 import mmap
 import os
@@ -138,8 +137,9 @@ READING: dict[str, Callable[[FusedOffloadAdam, Any], Any]] = {
 def test_reading_in_a_child(
     monkeypatch: pytest.MonkeyPatch, read: Callable[[FusedOffloadAdam, Any], Any], pinned: bool
 ) -> None:
-    slab = functools.partial(PinnedSlab, numa_node=None)
-    monkeypatch.setattr(storage, "PinnedSlab", lambda nbytes, *, pin, numa_node: slab(nbytes, pin=pinned))
+    monkeypatch.setattr(
+        storage, "PinnedSlab", lambda nbytes, **options: PinnedSlab(nbytes, **{**options, "pin": pinned})
+    )
     param = torch.nn.Parameter(torch.ones(300))
     param.grad = torch.ones(300)
     optimizer = FusedOffloadAdam([param])
