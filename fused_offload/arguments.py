@@ -113,6 +113,34 @@ def warn_if_nothing_rounds(stochastic_rounding: bool, *moment_dtypes: torch.dtyp
         )
 
 
+_HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+"""Half the distance to the next number, of numbers just above a power of two and in units of these: the largest."""
+_UNBIASED = {torch.bfloat16: "stochastic_rounding=True", torch.float16: "torch.bfloat16 with stochastic_rounding=True"}
+
+
+def standing_moment(betas: Sequence[float], forms: Mapping[str, Form]) -> str | None:
+    """Warning for a moment that is rounded to the nearest and decays by less than half a step of its dtype.
+
+    Args:
+        betas: decay of the first and the second moment.
+        forms: stored form of each moment.
+
+    Returns:
+        What is wrong and what to do, or None.
+    """
+    for key, beta in zip(("exp_avg", "exp_avg_sq"), betas, strict=True):
+        form = forms[key]
+        if form.stochastic or 1 - beta >= _HALF_STEP.get(form.dtype, 0.0):
+            continue
+        return (
+            f"{key} in {form.dtype} stands still where one step changes it by less than half the distance to the next "
+            f"number, as betas={tuple(betas)} does: it decays by {1 - beta:.2g} of its value a step, and that half is "
+            f"up to {_HALF_STEP[form.dtype]:.2g}. Use {_UNBIASED[form.dtype]}, {key}_dtype=torch.uint8 or "
+            f"torch.float32, or a smaller beta."
+        )
+    return None
+
+
 _INSTEAD = {
     "foreach": "there is one fused kernel for all parameters; leave the argument out",
     "fused": "the update is always one fused kernel; leave the argument out",

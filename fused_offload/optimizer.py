@@ -21,6 +21,7 @@ from .arguments import (
     check_switches,
     moment_forms,
     refuse_unknown,
+    standing_moment,
     warn_if_nothing_rounds,
 )
 from .attach import Attachment, check_attachment
@@ -184,6 +185,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self._steps_before_removal: dict[int, tuple[dict[str, Any], int]] = {}  # by the id of the group
         self._closed = False
         self._warned_cpu_shards = False
+        self._warned_standing_moment = True  # until all groups are there
         self._attachment: Attachment | None = None
         self._backward_steps: BackwardSteps | None = None
         defaults = {
@@ -200,6 +202,8 @@ class FusedOffloadAdam(torch.optim.Optimizer):
                 "Pass its parameters: FusedOffloadAdam(module.parameters())."
             )
         super().__init__(params, defaults)
+        self._warned_standing_moment = False
+        self._warn_of_standing_moments(stacklevel=3)
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -394,6 +398,18 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             if isinstance(param_group.get("params"), torch.Tensor):
                 self._check_given([param_group["params"]])
         super().add_param_group(param_group)
+        self._warn_of_standing_moments(stacklevel=3)
+
+    def _warn_of_standing_moments(self, *, stacklevel: int) -> None:
+        """Warns once of moments that are too coarse for how slowly they decay."""
+        forms = moment_forms(
+            self.exp_avg_dtype, self.exp_avg_sq_dtype, stochastic_rounding=bool(self.stochastic_rounding)
+        )
+        for group in self.param_groups:
+            message = standing_moment(group["betas"], forms)
+            if message is not None and not self._warned_standing_moment:
+                self._warned_standing_moment = True
+                warnings.warn(message, stacklevel=stacklevel)
 
     def _check_given(self, params: list[torch.Tensor]) -> None:
         check_params(params, f"parameter group {len(self.param_groups)}")
@@ -629,6 +645,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self.param_groups = plan.groups
         self._steps_before_removal.clear()
         self._stepper.failure = None
+        self._warn_of_standing_moments(stacklevel=6)  # the caller, as above
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
