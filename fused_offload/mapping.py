@@ -38,6 +38,8 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
 
         As with torch, the value takes the place of what was there: what a dict lacks starts over.
         """
+        if isinstance(value, StateEntry) and value is super().get(param):
+            return
         if isinstance(value, StateEntry) and self._fits(value, param):
             value.param = param
             super().__setitem__(param, value)
@@ -53,7 +55,7 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
             del self[param]
 
     def _fits(self, entry: StateEntry, param: torch.Tensor) -> bool:
-        if not entry.belongs_to(self._hooks):
+        if not entry.belongs_to(self._hooks) or entry.is_reshaped:
             return False
         if entry.param is param:
             return True

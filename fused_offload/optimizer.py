@@ -573,6 +573,9 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             self._backward_steps.check_closed()
         self._wait_for_state()
         self._restart_groups()
+        for reason in [entry.take_reshaped() for entry in self.state.values()]:
+            if reason is not None:
+                raise RuntimeError(reason)
         self._store.rehome()
 
     # -- checkpoints ---------------------------------------------------------------------------------------------

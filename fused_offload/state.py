@@ -78,6 +78,7 @@ class StateEntry(dict[str, torch.Tensor]):
         local = local_of(param)
         self.shape, self.strides = local.shape, dense_strides(local)
         self._distributed: dict[str, Any] = {}
+        self._reshaped: dict[str, torch.Tensor] = {}
         self.moments_set = False
         self.master_set = False
 
@@ -89,6 +90,7 @@ class StateEntry(dict[str, torch.Tensor]):
         local = local_of(self.param)
         self.shape, self.strides = local.shape, dense_strides(local)
         self._distributed.clear()
+        self._reshaped.clear()
         self.moments_set = self.master_set = False
         self._hooks.version += 1
         for key, form in forms.items():
@@ -202,6 +204,7 @@ class StateEntry(dict[str, torch.Tensor]):
 
     def reset_moments(self) -> None:
         """Takes the moments back to zero."""
+        self._reshaped.clear()
         if self.extent is not None and self.moments_set:
             self.stored("exp_avg").data.zero_()
             self.stored("exp_avg_sq").data.zero_()
@@ -240,6 +243,8 @@ class StateEntry(dict[str, torch.Tensor]):
 
     def __getitem__(self, key: str) -> torch.Tensor:
         """The view of one key, complete."""
+        if key in self._reshaped:
+            return self._reshaped[key]
         if key in self:
             self._hand_out(key)
         return self.outside(key, super().__getitem__(key))
@@ -251,15 +256,15 @@ class StateEntry(dict[str, torch.Tensor]):
     def items(self) -> Any:
         """Keys and complete views."""
         self._hand_out(*self)
-        return self._all_outside().items() if is_distributed(self.param) else super().items()
+        return self._all_outside().items() if self._reshaped or is_distributed(self.param) else super().items()
 
     def values(self) -> Any:
         """Complete views."""
         self._hand_out(*self)
-        return self._all_outside().values() if is_distributed(self.param) else super().values()
+        return self._all_outside().values() if self._reshaped or is_distributed(self.param) else super().values()
 
     def _all_outside(self) -> dict[str, torch.Tensor]:
-        return {key: self.outside(key, self.peek(key)) for key in self}
+        return {key: self.outside(key, self.peek(key)) for key in self} | self._reshaped
 
     def __iter__(self) -> Iterator[str]:
         """Keys. Defined so that ``dict(entry)`` and ``{**entry}`` read through `__getitem__`."""
@@ -286,7 +291,7 @@ class StateEntry(dict[str, torch.Tensor]):
             if id(view) not in memo:
                 memo[id(view)] = self.outside(key, view.detach().clone())
             copies[key] = memo[id(view)]
-        return copies
+        return copies | copy.deepcopy(self._reshaped, memo)
 
     def __reduce__(self) -> Any:
         """Pickles as a plain dict of copies, as `__deepcopy__` does."""
@@ -300,7 +305,8 @@ class StateEntry(dict[str, torch.Tensor]):
         Args:
             key: a state key, or ``"step"``, which goes to the parameter's group.
             value: a tensor shaped like the parameter, on any device; for a distributed parameter one sharded like it,
-                or this rank's part; for ``"step"`` a whole number from 0 to 2^31.
+                or this rank's part; for ``"step"`` a whole number from 0 to 2^31. One of another shape waits for a
+                parameter of that shape: the one that gets the entry, or this one once it has changed.
 
         Raises:
             KeyError: for a key that this optimizer does not keep.
@@ -312,15 +318,64 @@ class StateEntry(dict[str, torch.Tensor]):
             self._hooks.wait()  # steps that turn out skipped must not be taken off the new count
             self._hooks.write_step(self.param, step)
             return
+        had_values = self.bound
         if not self.bound:
             self._hooks.initialize(self.param)
         value = local_value(self.param, key, value)
+        if had_values and self._is_reshaped(key, value):
+            self._reshaped[key] = value.detach().clone()
+            self._hooks.version += 1  # steps look at the entry again
+            return
         check_value(self, key, value, raw=True)
         self._hooks.wait()
         view = self.peek(key)
         if value is not view and not same_memory(value, view):
             self._copy_in(key, value)
+        self._reshaped.pop(key, None)
         self.mark_set(key)
+
+    # -- values of another shape: parameters that are pruned or grown together with their state -------------------
+
+    @property
+    def is_reshaped(self) -> bool:
+        """Whether some value was replaced by one of another shape, which waits for its parameter."""
+        return bool(self._reshaped)
+
+    def _is_reshaped(self, key: str, value: Any) -> bool:
+        """Whether a value fits the key, but is of another shape. Only the elements of unscaled forms are values."""
+        if key not in self or self.extent is None or is_distributed(self.param):
+            return False
+        if not isinstance(value, torch.Tensor) or value.shape == self.shape:
+            return False
+        if self.form(key).scaled and value.dtype == self.form(key).dtype:
+            raise ValueError(
+                f"{key} is kept as {value.dtype} elements that mean something beside their scales only. Read and write "
+                "float32 values: get_unscaled_state(param, key)."
+            )
+        check_storable(key, self.form(key).dtype, value)
+        return True
+
+    def take_reshaped(self) -> str | None:
+        """Gives the parameter storage of its new shape, with the values that wait for it.
+
+        Returns:
+            Why it cannot be, or None.
+        """
+        if not self._reshaped:
+            return None
+        shape, values = local_of(self.param).shape, dict(self._reshaped)
+        for key in ("exp_avg", "exp_avg_sq", *values):
+            found = values[key].shape if key in values else self.shape
+            if found != shape:
+                return (
+                    f"{key} of a parameter has shape {tuple(found)}, but the parameter has {tuple(shape)}. Give the "
+                    "entry to the parameter that it fits (optimizer.state[new] = entry), or write values of this shape."
+                )
+        super().clear()
+        self.bound, self.extent = False, None
+        self._hooks.initialize(self.param)
+        self.update(values)
+        return None
 
     def take_values(self, other: StateEntry) -> None:
         """Copies what is set in an entry that cannot move here, for another layout or another optimizer.
@@ -335,16 +390,20 @@ class StateEntry(dict[str, torch.Tensor]):
             raise ValueError(
                 f"State of a parameter with {sharding_of(other.param)} does not fit one with {sharding_of(self.param)}"
             )
-        keys = [key for key in other if other.is_set(key)]
+        keys = [key for key in other if other.is_set(key) or key in other._reshaped]
+        if other._reshaped and "master_param" not in other._reshaped:
+            keys = [key for key in keys if key != "master_param"]  # that of the old parameter
         if keys and not self.bound:
             self._hooks.initialize(self.param)
         for key in keys:
-            check_value(self, key, _unscaled_like(other.peek(key)))
+            check_value(self, key, other._reshaped.get(key, _unscaled_like(other.peek(key))))
         self._hooks.wait()
         self.reset_moments()
         self.unset_master()
         for key in keys:
-            set_scaled(self, key, local_of(get_unscaled(other, key)))
+            set_scaled(
+                self, key, other._reshaped[key] if key in other._reshaped else local_of(get_unscaled(other, key))
+            )
 
     def wait_and_rehome(self) -> None:
         """Makes the storage hold complete values."""
@@ -441,7 +500,7 @@ class StateEntry(dict[str, torch.Tensor]):
 
 def _unscaled_like(view: torch.Tensor) -> torch.Tensor:
     """What stands for the values of stored elements where only their shape and kind matter."""
-    return view if view.dtype != torch.uint8 else torch.empty((), dtype=torch.float32, device="cpu").expand(view.shape)
+    return view if view.dtype != torch.uint8 else torch.zeros((), dtype=torch.float32, device="cpu").expand(view.shape)
 
 
 def same_memory(value: torch.Tensor, view: torch.Tensor) -> bool:
@@ -538,4 +597,5 @@ def set_scaled(entry: StateEntry, key: str, value: torch.Tensor) -> None:
             view.copy_(value)
         else:
             write_values(entry.stored(key), entry.ordered(value))
+    entry._reshaped.pop(key, None)
     entry.mark_set(key)

@@ -247,6 +247,9 @@ class Stepper:
         entry = self._store.state[param] if param in self._store.state else None
         if entry is None or entry.extent is None:
             return None
+        reason = entry.take_reshaped()
+        if reason is not None:
+            return f"{reason} It is in group {group}."
         layout, param = entry.extent.layout, local_of(param)
         if param.device != layout.device:
             return (
