@@ -472,8 +472,9 @@ def test_copies_are_timed_and_refusals_reported(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     slabs = []
 
-    def slab(nbytes: int, *, pin: bool, numa_node: int | None) -> PinnedSlab:
+    def slab(nbytes: int, *, pin: bool, numa_node: int | None, device: torch.device) -> PinnedSlab:
         assert pin
+        assert device == torch.device("cpu")
         slabs.append(PinnedSlab(nbytes, pin=False))
         return slabs[-1]
 
