@@ -486,7 +486,7 @@ def test_copies_are_timed_and_refusals_reported(monkeypatch: pytest.MonkeyPatch)
     assert min(h2d, d2h) > 0
     assert len(slabs) == 1
 
-    def refuse(nbytes: int, *, pin: bool, numa_node: int | None) -> PinnedSlab:
+    def refuse(nbytes: int, *, pin: bool, numa_node: int | None, device: torch.device) -> PinnedSlab:
         raise RuntimeError("The CUDA driver refused")
 
     monkeypatch.setattr(machine, "PinnedSlab", refuse)
