@@ -18,10 +18,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import fused_offload.checkpoint
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS
 from fused_offload.kernels.forms import FP16, SCALE_BLOCK, Form, Stored, decode, encode_
 from fused_offload.kernels.reference import AdamState, adam_scalars, adam_step_
+from fused_offload.state import StateEntry, set_scaled
 
 Bits = dict[str, torch.Tensor]
 
@@ -1124,3 +1126,28 @@ def test_a_failed_load_gives_no_storage(device: torch.device) -> None:
         fresh.load_state_dict(saved)
     assert len(fresh.state) == 0
     assert fresh.memory_report().host_bytes == {}
+
+
+def test_a_load_that_is_interrupted_refuses_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some values are written by then, and some are not; the next load makes them one checkpoint again."""
+    params = make_params(device)
+    optimizer = FusedOffloadAdam(params, **HYPERPARAMETERS)
+    train(optimizer, params, range(2))
+    saved = copy.deepcopy(optimizer.state_dict())
+    written = []
+
+    def interrupted(entry: StateEntry, key: str, value: torch.Tensor) -> None:
+        written.append(key)
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        set_scaled(entry, key, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fused_offload.checkpoint, "set_scaled", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            optimizer.load_state_dict(saved)
+    for use in (optimizer.step, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match=r"load failed half-way .* Load a checkpoint"):
+            use()
+    optimizer.load_state_dict(saved)
+    train(optimizer, params, range(2, 3))
