@@ -133,9 +133,9 @@ def standing_moment(betas: Sequence[float], forms: Mapping[str, Form]) -> str | 
         if form.stochastic or 1 - beta >= _HALF_STEP.get(form.dtype, 0.0):
             continue
         return (
-            f"{key} in {form.dtype} stands still where one step changes it by less than half the distance to the next "
-            f"number, as betas={tuple(betas)} does: it decays by {1 - beta:.2g} of its value a step, and that half is "
-            f"up to {_HALF_STEP[form.dtype]:.2g}. Use {_UNBIASED[form.dtype]}, {key}_dtype=torch.uint8 or "
+            f"{key} in {form.dtype} is rounded to the nearest and stands still with betas={tuple(betas)}: it decays by "
+            f"{1 - beta:.2g} of its value a step, and what is less than half the distance to the next number, up to "
+            f"{_HALF_STEP[form.dtype]:.2g}, is rounded away. Use {_UNBIASED[form.dtype]}, {key}_dtype=torch.uint8 or "
             f"torch.float32, or a smaller beta."
         )
     return None

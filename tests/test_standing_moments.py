@@ -34,7 +34,7 @@ def test_warns_exactly_where_a_decay_is_rounded_away(dtype: torch.dtype, moment:
     stands = torch.equal(decode(stored), start)
     message = standing_moment(betas, forms)
     assert (message is not None) == (stands and not form.stochastic)
-    assert message is None or message.startswith(f"{moment} in {dtype} stands still")
+    assert message is None or message.startswith(f"{moment} in {dtype} is rounded to the nearest and stands still")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
