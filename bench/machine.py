@@ -63,6 +63,18 @@ def check_device(parser: argparse.ArgumentParser, device: str) -> None:
         parser.error(f"--device {device}: there are {torch.cuda.device_count()} GPUs, counted from 0")
 
 
+def check_writable(parser: argparse.ArgumentParser, path: Path) -> None:
+    """Ends the program before it has measured anything if the results could not be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        is_new = not path.exists()
+        path.open("a").close()
+        if is_new:
+            path.unlink()  # an empty file is no results
+    except OSError as error:
+        parser.error(f"--results {path} cannot be written: {error}")
+
+
 def make_current(device: torch.device) -> None:
     """Makes a GPU that was named by its number the current device.
 

@@ -1,12 +1,13 @@
 """What narrow moments cost in held-out loss: one GPT, the same text, one stored form after another.
 
-    python bench/quality.py --results FILE.json                     # three forms, two seeds, 2,000 steps each
+    python bench/quality.py --results FILE.json                     # all forms, three seeds, two beta2: 24 runs
     python bench/quality.py --results FILE.json --forms bf16-stochastic --seeds 0 --beta2 0.999
     python bench/quality.py --tiny --device cpu                     # seconds, says nothing
 
 The text is the source code of whatever Python packages the machine has, split into words; a word that is not among the
 most frequent ones is its bytes. Rare words make embedding rows that most steps give no gradient. State stays on the GPU
-(`fraction=0`), which gives the bits of any other place. Results are added to those that the file has already.
+(`fraction=0`), which gives the bits of any other place. Each run is added to the file when it ends; a run that the file
+has already is not repeated, so a call that was cut short goes on where it ended.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ import re
 import sysconfig
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from gpt import Gpt
-from machine import machine_facts
+from machine import check_device, check_writable, machine_facts, make_current
 from quality_table import quality_lines
 from torch import nn
 
@@ -58,7 +60,7 @@ class Size:
         batch: sequences of a step.
         steps: steps of a run.
         held_out_tokens: tokens of the measurement.
-        text_bytes: text that is read, at most.
+        text_bytes: text that is read, at most; the default is about what 800 steps see once.
     """
 
     layers: int = 12
@@ -66,9 +68,9 @@ class Size:
     vocab: int = 16_384
     length: int = 1024
     batch: int = 16
-    steps: int = 2000
+    steps: int = 800
     held_out_tokens: int = 2**20
-    text_bytes: int = 256 * 2**20
+    text_bytes: int = 64 * 2**20
 
 
 TINY = Size(layers=2, width=128, vocab=512, length=32, batch=4, steps=8, held_out_tokens=1024, text_bytes=2**20)
@@ -121,7 +123,7 @@ class Model(Gpt):
 
 def windows(tokens: torch.Tensor, starts: torch.Tensor, size: Size, device: torch.device) -> torch.Tensor:
     """``[len(starts), length + 1]`` int64 tokens from each start."""
-    return tokens[starts[:, None] + torch.arange(size.length + 1)].to(device, torch.int64)
+    return tokens[starts[:, None] + torch.arange(size.length + 1, device=starts.device)].to(device, torch.int64)
 
 
 def build_model(size: Size, seed: int, device: torch.device) -> Model:
@@ -139,13 +141,13 @@ def build_model(size: Size, seed: int, device: torch.device) -> Model:
 
 
 @torch.no_grad()
-def held_out_loss(model: Model, text: Text, size: Size, device: torch.device) -> float:
+def held_out_loss(model: Model, text: Text, size: Size) -> float:
     """Mean loss over the first tokens of the text that was held out, in nats a token."""
+    device = text.held_out.device
     count = min(size.held_out_tokens, len(text.held_out) - 1) // size.length
-    starts = torch.arange(count) * size.length
-    batches = starts.split(size.batch)
-    losses = [float(model(windows(text.held_out, part, size, device))) * len(part) for part in batches]
-    return sum(losses) / count
+    batches = (torch.arange(count, device=device) * size.length).split(2 * size.batch)
+    losses = [model(windows(text.held_out, part, size, device)) * len(part) for part in batches]
+    return float(torch.stack(losses).double().sum()) / count
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,17 +159,19 @@ class Run:
         seed: seed of weights and of the order of the data.
         beta2: decay of the second moment.
         eps: added to the denominator.
+        lr: largest learning rate.
         size: model, text and length.
         held_out: loss, in nats a token.
         losses: mean training loss of each tenth of the run.
         state_bytes: of a parameter.
-        step_ms: a whole step, training included.
+        step_ms: a whole step, training included; in the first run compiling, too.
     """
 
     form: str
     seed: int
     beta2: float
     eps: float
+    lr: float
     size: dict[str, int]
     held_out: float
     losses: list[float]
@@ -175,86 +179,132 @@ class Run:
     step_ms: float
 
 
-def train(form: str, seed: int, text: Text, size: Size, options: argparse.Namespace) -> Run:
-    """Trains one model and measures it."""
-    device = torch.device(options.device)
-    model = build_model(size, seed, device)
-    params = list(model.parameters())
-    groups: list[dict[str, Any]] = [
-        {"params": [param for param in params if param.ndim >= 2], "weight_decay": 0.1},
-        {"params": [param for param in params if param.ndim < 2], "weight_decay": 0.0},
-    ]
-    optimizer = FusedOffloadAdam(
-        groups,
-        lr=options.lr,
-        betas=(0.9, options.beta2),
-        eps=options.eps,
-        master_weights=True,
-        store_param_remainders=True,
-        offload=OffloadConfig(fraction=0.0),
-        **FORMS[form],
-    )
-    order = torch.Generator().manual_seed(seed)
-    losses = torch.zeros(size.steps, device=device)
-    began = time.perf_counter()
-    for step in range(size.steps):
-        warm = min(1.0, (step + 1) / max(1, size.steps // 10))
-        for group in optimizer.param_groups:
-            group["lr"] = options.lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * step / size.steps)))
-        starts = torch.randint(len(text.train) - size.length, (size.batch,), generator=order)
-        loss = model(windows(text.train, starts, size, device))
-        loss.backward()
-        nn.utils.clip_grad_norm_(params, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses[step] = loss.detach()
-    tenths = [float(part.mean()) for part in losses.tensor_split(min(10, size.steps))]
-    report = optimizer.memory_report()
-    run = Run(
-        form=form,
-        seed=seed,
-        beta2=options.beta2,
-        eps=options.eps,
-        size=asdict(size),
-        held_out=held_out_loss(model, text, size, device),
-        losses=tenths,
-        state_bytes=sum(report.resident_bytes.values()) / report.param_numel,
-        step_ms=(time.perf_counter() - began) * 1e3 / size.steps,
-    )
-    optimizer.close()
-    assert math.isfinite(run.held_out), f"{form} with seed {seed} ended in {run.held_out}"
-    return run
+class Case(NamedTuple):
+    """Everything in which runs differ, with the attributes of `Run`."""
+
+    form: str
+    seed: int
+    beta2: float
+
+    def is_that_of(self, run: dict[str, Any], size: Size, options: argparse.Namespace) -> bool:
+        """Whether a run of the results file is this one."""
+        same = all(run[key] == value for key, value in self._asdict().items())
+        return same and run["size"] == asdict(size) and run["eps"] == options.eps and run.get("lr") == options.lr
+
+
+class Training:
+    """The model and the text on their device; one run after another.
+
+    The model is compiled once. Every run writes initial weights into the same parameters.
+    """
+
+    def __init__(self, text: Text, size: Size, options: argparse.Namespace) -> None:
+        self.device = torch.device(options.device)
+        self.size, self.options = size, options
+        self.text = Text(*(tokens.to(self.device) for tokens in text))
+        self.model = build_model(size, 0, self.device)
+        self._initial: dict[int, dict[str, torch.Tensor]] = {}  # of one seed: making them takes seconds
+        self._loss: Callable[[torch.Tensor], torch.Tensor] = self.model
+        if options.compile:
+            self._loss = torch.compile(self.model)
+
+    def _reset(self, seed: int) -> None:
+        if seed not in self._initial:
+            self._initial = {seed: build_model(self.size, seed, self.device).state_dict()}
+        self.model.load_state_dict(self._initial[seed])
+
+    def run(self, case: Case) -> Run:
+        """Trains with one stored form and measures the model."""
+        size, options = self.size, self.options
+        self._reset(case.seed)
+        params = list(self.model.parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [param for param in params if param.ndim >= 2], "weight_decay": 0.1},
+            {"params": [param for param in params if param.ndim < 2], "weight_decay": 0.0},
+        ]
+        optimizer = FusedOffloadAdam(
+            groups,
+            lr=options.lr,
+            betas=(0.9, case.beta2),
+            eps=options.eps,
+            master_weights=True,
+            store_param_remainders=True,
+            offload=OffloadConfig(fraction=0.0),
+            **FORMS[case.form],
+        )
+        order = torch.Generator().manual_seed(case.seed)
+        last_start = len(self.text.train) - size.length
+        starts = torch.randint(last_start, (size.steps, size.batch), generator=order).to(self.device)
+        losses = torch.zeros(size.steps, device=self.device)
+        began = time.perf_counter()
+        for step in range(size.steps):
+            warm = min(1.0, (step + 1) / max(1, size.steps // 10))
+            for group in optimizer.param_groups:
+                group["lr"] = options.lr * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * step / size.steps)))
+            loss = self._loss(windows(self.text.train, starts[step], size, self.device))
+            loss.backward()
+            nn.utils.clip_grad_norm_(params, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[step] = loss.detach()
+        tenths = [float(part.mean()) for part in losses.tensor_split(min(10, size.steps))]
+        step_ms = (time.perf_counter() - began) * 1e3 / size.steps
+        report = optimizer.memory_report()
+        optimizer.close()
+        run = Run(
+            **case._asdict(),
+            eps=options.eps,
+            lr=options.lr,
+            size=asdict(size),
+            held_out=held_out_loss(self.model, self.text, size),
+            losses=tenths,
+            state_bytes=sum(report.resident_bytes.values()) / report.param_numel,
+            step_ms=step_ms,
+        )
+        assert math.isfinite(run.held_out), f"{case} ended in {run.held_out}"
+        return run
 
 
 def main() -> None:
     """Trains what was asked for, writes and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, metavar="FILE.json")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=["fp32", "bf16", "uint8"])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
-    parser.add_argument("--beta2", type=float, default=0.95)
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=["fp32", "bf16", "bf16-stochastic", "uint8"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--beta2", nargs="+", type=float, default=[0.95, 0.999])
     parser.add_argument("--eps", type=float, default=1e-8)
     parser.add_argument("--lr", type=float, default=6e-4)
-    parser.add_argument("--steps", type=int, help="default 2,000")
+    parser.add_argument("--steps", type=int, help=f"default {Size.steps}")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model that trains in seconds")
+    parser.add_argument("--no-compile", dest="compile", action="store_false", help="without torch.compile")
     options = parser.parse_args()
+    check_device(parser, options.device)
+    if options.results is not None:
+        check_writable(parser, options.results)
+    make_current(torch.device(options.device))
+    options.compile = options.compile and torch.device(options.device).type == "cuda"
     size = TINY if options.tiny else Size()
     if options.steps is not None:
         size = Size(**{**asdict(size), "steps": options.steps})
-    text = read_text(size)
-    print(f"{len(text.train):,} tokens to train on, {len(text.held_out):,} held out", flush=True)
     record: dict[str, Any] = {"runs": []}
     if options.results is not None and options.results.exists():
         record = json.loads(options.results.read_text())
-    for seed in options.seeds:
-        for form in options.forms:
-            run = train(form, seed, text, size, options)
-            print(f"{form}, seed {seed}: {run.held_out:.4f}, {run.step_ms:.0f} ms a step", flush=True)
-            record["runs"].append(asdict(run))
-            if options.results is not None:
-                record["machine"] = machine_facts()
-                options.results.write_text(json.dumps(record, indent=1) + "\n")
+    asked = [Case(form, seed, beta2) for seed in options.seeds for beta2 in options.beta2 for form in options.forms]
+    cases = [case for case in asked if not any(case.is_that_of(run, size, options) for run in record["runs"])]
+    if cases:
+        began = time.perf_counter()
+        text = read_text(size)
+        took = time.perf_counter() - began
+        print(f"{len(text.train):,} tokens to train on, {len(text.held_out):,} held out, {took:.0f} s", flush=True)
+        training = Training(text, size, options)
+    for case in cases:
+        run = training.run(case)
+        print(f"{case}: {run.held_out:.4f}, {run.step_ms:.1f} ms a step", flush=True)
+        record["runs"].append(asdict(run))
+        if options.results is not None:
+            record["machine"] = machine_facts()
+            options.results.write_text(json.dumps(record, indent=1) + "\n")
     print("", *quality_lines(record["runs"]), sep="\n")
 
 

@@ -27,7 +27,7 @@ import pytest
 import torch
 from clock import mark, ms_between, synchronize, time_step
 from gpt import Gpt
-from machine import check_device, machine_facts, make_current
+from machine import check_device, check_writable, machine_facts, make_current
 from peers import NEEDS_NO_GPU, PEERS, Peer
 from torch import nn
 
@@ -291,18 +291,6 @@ def check_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             parser.error(f"--cases {' '.join(full_gpu)}: there is no full GPU on a CPU")
     elif full_gpu and "none-4" not in options.cases[: options.cases.index(full_gpu[0])]:
         parser.error("a full GPU is one that has what the case none-4 took: run that first")
-
-
-def check_writable(parser: argparse.ArgumentParser, path: Path) -> None:
-    """Ends the program before it has measured anything if the results could not be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        is_new = not path.exists()
-        path.open("a").close()
-        if is_new:
-            path.unlink()  # an empty file is no results
-    except OSError as error:
-        parser.error(f"--results {path} cannot be written: {error}")
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -253,6 +253,68 @@ def test_what_a_peer_keeps_is_no_memory_of_the_next_case(tmp_path: Path, monkeyp
     assert all(param.grad is None for param in kept)
 
 
+def test_losses_by_form_run_tiny_and_go_on_where_they_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program, path = importlib.import_module("quality"), tmp_path / "quality.json"
+    command = ["quality.py", "--tiny", "--device", "cpu", "--steps", "2", "--seeds", "0", "--forms", "fp32", "uint8"]
+    for decays, found in ((["0.95"], 2), (["0.95", "0.999"], 4)):
+        monkeypatch.setattr(sys, "argv", [*command, "--results", str(path), "--beta2", *decays])
+        program.main()
+        runs = json.loads(path.read_text())["runs"]
+        assert len(runs) == found
+    assert [(run["form"], run["beta2"]) for run in runs] == [
+        ("fp32", 0.95),
+        ("uint8", 0.95),
+        ("fp32", 0.999),
+        ("uint8", 0.999),
+    ]
+    assert capsys.readouterr().out.count("Case(form='uint8', seed=0, beta2=0.95)") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "there is no CUDA GPU"),
+        (["--device", "cuda:x"], "should be cpu, cuda or cuda:N"),
+        (["--tiny", "--device", "cpu", "--results", "FOLDER"], "cannot be written"),
+    ],
+)
+def test_losses_that_cannot_be_measured_end_with_a_line_at_once(
+    arguments: list[str],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program = importlib.import_module("quality")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(program, "read_text", None)
+    monkeypatch.setattr(sys, "argv", ["quality.py", *(word.replace("FOLDER", str(tmp_path)) for word in arguments)])
+    with pytest.raises(SystemExit) as ended:
+        program.main()
+    assert ended.value.code == 2
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_losses_over_seeds_are_shown_with_their_signs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    table = importlib.import_module("quality_table")
+    losses = {("fp32", 0): 2.0, ("fp32", 1): 2.02, ("uint8", 0): 2.01, ("uint8", 1): 2.0098}
+    runs = [
+        {"form": form, "seed": seed, "beta2": 0.95, "eps": 1e-8, "size": {}, "state_bytes": 4.0, "held_out": loss}
+        for (form, seed), loss in losses.items()
+    ]
+    # A run that differs in anything else is compared with no other.
+    runs.append({**runs[0], "form": "bf16", "size": {"steps": 1}})
+    lines = list(table.quality_lines(runs))
+    assert "| uint8 | 0.95 | 1e-08 | 0, 1 | 2.0099 | 0.01 % | -0.00 % | +0.50 %, -0.50 % |" in lines
+    assert "| fp32 | 0.95 | 1e-08 | 0, 1 | 2.0100 | 1.00 % | +0.00 % | +0.00 %, +0.00 % |" in lines
+    assert "| bf16 | 0.95 | 1e-08 | 0 | 2.0000 | 0.00 % |  |  |" in lines
+
+
 def test_the_step_on_several_gpus_at_once_runs_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "together.json"
     device = "cuda" if torch.cuda.device_count() >= 2 else "cpu"
