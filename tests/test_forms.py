@@ -203,17 +203,21 @@ def test_maxima_that_round_up_to_a_power_of_two_encode_to_the_same_bits(form: Fo
 
 @SCALED
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-def test_infinities_and_nans_cost_their_neighbours_nothing(form: Form, value: float) -> None:
-    values = torch.rand(2 * SCALE_BLOCK) + 1e-3
-    clean = decode(encoded(form, values))
+@pytest.mark.parametrize("magnitude", [1.0, 1e-20, 1e-38])
+def test_infinities_and_nans_cost_their_neighbours_nothing(form: Form, value: float, magnitude: float) -> None:
+    values = (torch.rand(2 * SCALE_BLOCK) + 1e-3) * magnitude
+    clean = encoded(form, values)
     values[5] = value
     values[SCALE_BLOCK + 127] = value
-    spoilt = decode(encoded(form, values))
+    spoilt = encoded(form, values)
     hit = torch.zeros(values.numel(), dtype=torch.bool)
     hit[[5, SCALE_BLOCK + 127]] = True
-    assert torch.equal(spoilt[hit].nan_to_num(1.0, 2.0, 3.0), values[hit].nan_to_num(1.0, 2.0, 3.0))
+    assert torch.equal(decode(spoilt)[hit].nan_to_num(1.0, 2.0, 3.0), values[hit].nan_to_num(1.0, 2.0, 3.0))
     # The spoilt elements were not the largest of their blocks, so the scales, and all other values, are as before.
-    assert torch.equal(spoilt[~hit], clean[~hit])
+    assert torch.equal(bits(spoilt.data)[~hit], bits(clean.data)[~hit])
+    assert (spoilt.scale is None) == (clean.scale is None)
+    if spoilt.scale is not None and clean.scale is not None:
+        assert torch.equal(spoilt.scale, clean.scale)
 
 
 @pytest.mark.gpu
@@ -298,6 +302,15 @@ def test_stochastic_rounding_is_right_on_average(form: Form) -> None:
     assert deviation.max() < 5
 
 
+def test_nan_stays_nan_whatever_the_threshold() -> None:
+    # Taken for numbers, the last of these would be rounded up to -0.0.
+    patterns = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -1], dtype=torch.int32)
+    for form in (BF16_STOCHASTIC, ROOT8, LOG8):
+        for threshold in (0, 1 << 16, 2**31, 2**32 - 1):
+            kept = encoded(form, patterns.view(torch.float32), torch.full((5,), threshold))
+            assert decode(kept).isnan().all(), (form, threshold)
+
+
 @STOCHASTIC
 @pytest.mark.parametrize("kind", ["narrow", "wide", "bit patterns"])
 def test_what_is_on_the_grid_stays_whatever_the_threshold(form: Form, kind: str) -> None:
@@ -344,6 +357,17 @@ def test_log8_takes_the_finest_grid_that_reaches_the_smallest_value(shift: int, 
     assert stored.scale is not None
     assert int(bits(stored.scale) & 31) == shift
     assert ((decode(stored) / values - 1).abs() <= 2.0 ** (shift - 24) + 1e-6).all()
+
+
+@pytest.mark.parametrize("shift", [16, 17, 18, 19])
+def test_log8_grids_hold_253_numbers(shift: int) -> None:
+    for numbers, expected in ((253, shift), (254, shift + 1)):
+        lowest = (0x3F800000 >> shift) + 2  # even, so that the next coarser grid has it, too
+        values = (torch.tensor([lowest, lowest + numbers - 1], dtype=torch.int32) << shift).view(torch.float32)
+        stored = encoded(LOG8, values)
+        assert stored.scale is not None
+        assert int(bits(stored.scale) & 31) == expected
+        assert torch.equal(decode(stored), values) == (numbers == 253)
 
 
 @pytest.mark.parametrize("largest", [2.0**-126, 1e-30, 1.0, 3.4e38])

@@ -449,6 +449,62 @@ def test_infinite_and_nan_gradients(setup: Setup, device: torch.device) -> None:
         assert ours.scale is None or same_but_for_nans(ours.scale, theirs.scale)
 
 
+@IGNORE_INVALID
+@pytest.mark.parametrize("setup", TYPICAL, ids=str)
+def test_the_largest_nan_stays_nan(setup: Setup, device: torch.device) -> None:
+    # It is what a GPU makes; rounded like a number it would be -0.0.
+    actual, expected = both(setup, (SCALE_BLOCK,), device, steps=1)
+    for world in (actual, expected):
+        bits(world.grad(0)).fill_(-1 if world.setup.grad_dtype != torch.float32 else 0x7FFFFFFF)
+    actual.kernel_step(scalars_of(setup, 2), actual.pieces())
+    expected.reference_step(scalars_of(setup, 2), expected.pieces())
+    on_cpu = actual.clone(torch.device("cpu"))
+    for world in (on_cpu, expected):
+        assert world.param(0).isnan().all()
+        for stored in world.state.narrow(world.starts[0], SCALE_BLOCK)[:2]:
+            assert isinstance(stored, Stored)
+            assert decode(stored).isnan().all()
+
+
+@IGNORE_INVALID
+@pytest.mark.parametrize("magnitude", [1.0, 1e-15, 1e-17])
+def test_infinite_moments_have_no_say_in_their_neighbours_scales(magnitude: float, device: torch.device) -> None:
+    actual, expected = both(SCALED, (2 * SCALE_BLOCK,), device)
+    values = (torch.rand(2 * SCALE_BLOCK, generator=torch.Generator().manual_seed(0)) + 1e-3) * magnitude
+    clean = expected.clone(torch.device("cpu"))
+    clean.grad(0).copy_(values)
+    values[[5, SCALE_BLOCK + 127]] = float("inf")
+    for world in (actual, expected):
+        world.grad(0).copy_(values)
+    actual.kernel_step(scalars_of(SCALED, 1), actual.pieces())
+    for world in (expected, clean):
+        world.reference_step(scalars_of(SCALED, 1), world.pieces())
+    for key in ("exp_avg scale", "exp_avg_sq scale"):
+        assert torch.equal(actual.buffers()[key], expected.buffers()[key])
+        assert torch.equal(actual.buffers()[key], clean.buffers()[key])
+
+
+@pytest.mark.parametrize("shift", [16, 17, 18, 19])
+def test_log8_takes_a_coarser_grid_at_the_same_spread(shift: int, device: torch.device) -> None:
+    # Blocks whose largest and smallest value are as far apart as a grid just holds, a step less and a step more.
+    blocks = 24
+    actual, expected = both(EIGHT_BIT_WITH_MASTER, (blocks * SCALE_BLOCK,), device)
+    wanted = torch.full((blocks, SCALE_BLOCK), ((0x3F800000 >> shift) << shift) + (101 << shift))
+    places = torch.arange(blocks)
+    wanted[:, 0] = (((0x3F800000 >> shift) + places % 4) << shift) + (places % 5 + 1) * (1 << shift) // 6
+    wanted[:, 1] = wanted[:, 0] + ((251 + places % 3) << shift) + (1 << shift) // 3
+    scalars = scalars_of(EIGHT_BIT_WITH_MASTER, 1)
+    second = wanted.to(torch.int32).view(torch.float32).double()
+    for world in (actual, expected):
+        world.grad(0).copy_((second / scalars.one_minus_beta2).sqrt().flatten())
+    actual.kernel_step(scalars, actual.pieces())
+    expected.reference_step(scalars, expected.pieces())
+    assert_same_memory(actual, expected)
+    scale = expected.state.exp_avg_sq.narrow(expected.starts[0], blocks * SCALE_BLOCK).scale
+    assert scale is not None
+    assert set((bits(scale) & 31).tolist()) == {shift, shift + 1}
+
+
 def compiled(tmp_path: Path, forms: tuple[str, ...], *targets: str) -> list[str]:
     """Targets of the compiled kernels."""
     pytest.importorskip("triton.backends.nvidia")
@@ -547,6 +603,14 @@ def test_a_skipped_step_changes_no_bit(setup: Setup, device: torch.device) -> No
         world.grad(0).fill_(float("inf"))
         world.grad(1).fill_(float("nan"))
     actual.kernel_step(scalars_of(setup, 3), actual.pieces(), signals(device, found_inf=1.0, step=3))
+    assert_same_memory(actual, expected)
+
+
+@pytest.mark.parametrize("found_inf", [1.0, 2.0, -1.0, float("inf"), float("nan")])
+def test_any_sign_of_infinities_skips(found_inf: float, device: torch.device) -> None:
+    # A scaler adds up what several devices found.
+    actual, expected = both(Setup(), (129,), device, steps=1)
+    actual.kernel_step(scalars_of(Setup(), 2), actual.pieces(), signals(device, found_inf=found_inf))
     assert_same_memory(actual, expected)
 
 
