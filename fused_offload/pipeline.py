@@ -442,8 +442,7 @@ class Pipeline:
         if self._write_backs.last is not None:
             self._write_backs.last.synchronize()  # [Note: host readers synchronise]
         if self._computed is not None:
-            self._computed.synchronize()  # resident state is read by the host too
-        self.skips.wait()
+            self._computed.synchronize()  # resident state is read by the host too, and skips are counted before this
 
 
 def _compiled_into(scalars: AdamScalars) -> tuple[Any, ...]:

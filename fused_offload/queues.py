@@ -62,17 +62,12 @@ class DeviceQueues:
             self.begin()
             self.end()
 
-    def synchronize(self) -> None:
-        """Waits on the host for all copies."""
-        self.h2d.synchronize()
-        self.d2h.synchronize()
-
     def require(self, user: Any, need: RingNeed) -> None:
         """Makes the ring cover a need; see `StagingRing.grow`."""
         if not self.ring.note_need(user, need):
             return
         if self.ring.slots:
-            self.synchronize()  # [Note: lifetime]
+            self.d2h.synchronize()  # behind every chunk's kernel, and that behind its prefetch: [Note: lifetime]
         self.ring.grow(user)
         # The allocator may reuse memory that work on the current stream still reads.
         self.h2d.wait_stream(torch.cuda.current_stream(self.device))

@@ -13,6 +13,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from simulated_device import SimulatedDevice
+
 from fused_offload import FusedOffloadAdam, OffloadConfig, cuda_driver, upload
 from fused_offload.kernels import adam
 
@@ -191,7 +193,7 @@ def test_an_interrupted_table_or_copy_is_made_again(monkeypatch: pytest.MonkeyPa
     sent: list[int] = []
     buffer = upload.UploadBuffer(torch.device("cpu"))
     monkeypatch.setattr(upload.cuda_driver, "copy_to_device_async", lambda *arguments: sent.append(1))
-    record = cpu_pipeline.FakeEvent
+    record = SimulatedDevice().current.record_event
     buffer.send(table, {}, 0, record)
     other = SimpleNamespace(version=5, nbytes=table.nbytes, rows=table.rows, write_to=table.write_to)
     with monkeypatch.context() as patched:
@@ -206,9 +208,8 @@ def test_the_host_runs_ahead_of_the_copies_of_tables(monkeypatch: pytest.MonkeyP
     """A step in parts sends many; pieces whose copies are complete are written again, and only those."""
     done: list[bool] = []
 
-    class Event(cpu_pipeline.FakeEvent):
+    class Event:
         def __init__(self) -> None:
-            super().__init__()
             self.number = len(done)
             done.append(False)
 
