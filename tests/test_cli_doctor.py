@@ -492,7 +492,7 @@ def test_copies_are_timed_and_refusals_reported(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(machine, "PinnedSlab", refuse)
     assert machine._measure(torch.device("cpu"), 0.01, None) == ("The CUDA driver refused", None, None)
 
-    def no_memory(nbytes: int, *, pin: bool, numa_node: int | None) -> PinnedSlab:
+    def no_memory(nbytes: int, *, pin: bool, numa_node: int | None, device: torch.device) -> PinnedSlab:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr(machine, "PinnedSlab", no_memory)

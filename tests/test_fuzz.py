@@ -1,6 +1,6 @@
 """Arbitrary command lines, configurations, sizes and profiles: one line of error or a result, and nothing written.
 
-Some dozens of each always run. ``pytest -m large tests/test_fuzz.py`` runs thousands.
+Some of each always run. ``pytest -m large tests/test_fuzz.py`` runs thousands.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ from fused_offload.streaming import settle
 
 Fuzz = Callable[[], None]
 
-SIZES = pytest.mark.parametrize("examples", [40, pytest.param(10_000, marks=pytest.mark.large)], ids=["small", "large"])
+
+def sizes(small: int) -> pytest.MarkDecorator:
+    """A small form, which always runs, and one of 10,000 examples."""
+    large = pytest.param(10_000, marks=pytest.mark.large)
+    return pytest.mark.parametrize("examples", [small, large], ids=["small", "large"])
 
 
 def run(test: Callable[..., None], examples: int) -> None:
@@ -94,7 +98,7 @@ def ended(arguments: list[str]) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
-@SIZES
+@sizes(80)
 def test_any_command_line(examples: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # nothing is to be measured
@@ -131,17 +135,20 @@ _VALUES = st.one_of(
     st.text(max_size=6),
     _DIGITS,
     st.sampled_from(["auto", "copy", "zero_copy", "AUTO", "8GiB", "1.5MB"]),
+)
+
+_OBJECTS = st.one_of(
     st.sampled_from([np.int8(3), np.uint64(2**63), np.float16(0.5), np.True_, np.array([1, 2]), np.array("auto")]),
     st.sampled_from([torch.tensor(1), torch.tensor([1.0, 2.0]), Fraction(1, 3), b"8GiB", (1,), [2], {}, object()]),
 )
 
 
-@SIZES
+@sizes(1000)
 def test_any_configuration(examples: int) -> None:
     """Refused in one sentence that names the field, or numbers that can be reckoned with."""
     names = [field.name for field in fields(OffloadConfig) if field.name != "graph"]
 
-    @given(st.dictionaries(st.sampled_from(names), _VALUES, max_size=4))
+    @given(st.dictionaries(st.sampled_from(names), st.one_of(_VALUES, _OBJECTS), min_size=1, max_size=2))
     def test(options: dict[str, Any]) -> None:
         before = copy.deepcopy({name: value for name, value in options.items() if type(value) is not object})
         try:
@@ -170,7 +177,7 @@ _READERS = (
 )
 
 
-@SIZES
+@sizes(300)
 def test_any_size(examples: int) -> None:
     units = st.sampled_from(["", *quantities._BYTES, *quantities._COUNTS, "x", "Ki", " GiB ", "\n", "B B", "e"])
     texts = st.one_of(st.text(max_size=10), st.tuples(_DIGITS, units).map("".join))
@@ -192,7 +199,7 @@ def test_any_size(examples: int) -> None:
 # -- profiles --------------------------------------------------------------------------------------------------------
 
 _JSON = st.recursive(
-    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6), _DIGITS),
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6), st.just("\x1b[2J"), _DIGITS),
     lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
     max_leaves=6,
 )
@@ -211,12 +218,12 @@ def intact() -> Any:
     return json.loads(json.dumps({"format": 2, **profiles.as_json(PROFILE)}))
 
 
-@SIZES
+@sizes(400)
 def test_any_profile(examples: int, tmp_path: Path) -> None:
     """A profile that can be worked with, or a reason in one line."""
     path = tmp_path / KEY.file_name
     damages = st.lists(
-        st.tuples(st.sampled_from(places(intact())), st.sampled_from(["set", "drop"]), _JSON), max_size=3
+        st.tuples(st.sampled_from(places(intact())), st.sampled_from(["set", "drop", "rename"]), _JSON), max_size=3
     )
     cuts = st.one_of(st.none(), st.tuples(st.integers(0, 4_000), st.binary(max_size=4)))
 
@@ -225,13 +232,17 @@ def test_any_profile(examples: int, tmp_path: Path) -> None:
         record = intact()
         for place, how, value in damaged:
             target = record
-            with contextlib.suppress(KeyError, IndexError, TypeError):  # an earlier damage took the place away
+            with contextlib.suppress(
+                KeyError, IndexError, TypeError, AttributeError
+            ):  # an earlier damage took the place away
                 for key in place[:-1]:
                     target = target[key]
                 if how == "set":
                     target[place[-1]] = value
-                else:
-                    del target[place[-1]]
+                    continue
+                taken = target.pop(place[-1])
+                if how == "rename":
+                    target[str(value)] = taken
         content = json.dumps(record).encode()
         if cut is not None:
             content = content[: cut[0]] + cut[1] + content[cut[0] + len(cut[1]) :]
@@ -251,7 +262,7 @@ def test_any_profile(examples: int, tmp_path: Path) -> None:
     run(test, examples)
 
 
-@SIZES
+@sizes(40)
 def test_any_configuration_file(examples: int) -> None:
     """As ``plan --config`` reads it."""
     keys = [
