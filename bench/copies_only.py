@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from fused_offload import FusedOffloadAdam
-from fused_offload.kernels import adam
+from fused_offload.kernels.adam import launch as adam
 
 
 @contextlib.contextmanager

@@ -15,9 +15,10 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from rows import Rows, make_row
 from scale import Scale
 
-from fused_offload.kernels import adam
+from fused_offload.kernels.adam import launch as adam
+from fused_offload.kernels.adam.reference import AdamState, adam_scalars
 from fused_offload.kernels.forms import SCALE_BLOCK, Form, Stored, rounding_counter
-from fused_offload.kernels.reference import AdamState, adam_scalars
+from fused_offload.kernels.launch import programs_of
 from fused_offload.plan import align
 
 
@@ -70,7 +71,7 @@ def address_table(params: list[torch.nn.Parameter], device: torch.device) -> tup
         assert param.grad is not None
         counter = rounding_counter(index, 0)
         table.append((program, param.data_ptr(), param.grad.data_ptr(), start, param.numel(), counter))
-        program += adam.programs_of(param.numel())
+        program += programs_of(param.numel())
     return torch.tensor(table, dtype=torch.int64, device=device), program
 
 

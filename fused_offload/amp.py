@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-
-class AmpInputs(NamedTuple):
-    """What a gradient scaler asks of one step.
-
-    Attributes:
-        grad_scale: one-element tensor that divides the gradients, or None.
-        found_inf: one-element tensor, nonzero to skip the step, or None.
-    """
-
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
-
-    def on_host(self) -> AmpInputs:
-        """The same on the CPU; waits for a GPU if they are there."""
-        return AmpInputs(*(None if signal is None else signal.cpu() for signal in self))
-
-    def skipped_on_host(self) -> bool:
-        """Whether the host already knows that the step is skipped; never waits for a GPU."""
-        found_inf = self.found_inf
-        return found_inf is not None and found_inf.device.type == "cpu" and bool(found_inf.item())
-
-    def grad_scale_on_host(self) -> float | None:
-        """The scale as a number, for parameters on the CPU."""
-        return None if self.grad_scale is None else float(self.grad_scale.item())
+from .step_inputs import ScalerInputs
 
 
-def amp_inputs(optimizer: Any, grad_scaler: Any) -> AmpInputs:
+def scaler_inputs(optimizer: Any, grad_scaler: Any) -> ScalerInputs:
     """Signals set on the optimizer by ``GradScaler.step``, or asked of a scaler that was passed to ``step``.
 
     Args:
         optimizer: has ``grad_scale`` and ``found_inf`` while its scaler calls ``step``.
         grad_scaler: a ``torch.amp.GradScaler`` or None.
     """
-    inputs = AmpInputs(getattr(optimizer, "grad_scale", None), _flag(optimizer, getattr(optimizer, "found_inf", None)))
+    inputs = ScalerInputs(
+        getattr(optimizer, "grad_scale", None), _flag(optimizer, getattr(optimizer, "found_inf", None))
+    )
     if grad_scaler is None or not grad_scaler.is_enabled():
         return inputs
     if inputs.found_inf is not None:
@@ -49,7 +28,7 @@ def amp_inputs(optimizer: Any, grad_scaler: Any) -> AmpInputs:
     found = per_optimizer["found_inf_per_device"] or grad_scaler._check_inf_per_device(optimizer)
     scale = grad_scaler._get_scale_async()
     found_inf = sum(flag.to(scale.device, non_blocking=True) for flag in found.values())
-    return AmpInputs(None if unscaled else scale, _flag(optimizer, found_inf))
+    return ScalerInputs(None if unscaled else scale, _flag(optimizer, found_inf))
 
 
 def _flag(optimizer: Any, found_inf: Any) -> torch.Tensor | None:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from .kernels.adam.reference import round_fp32
 from .kernels.forms import BF16, BF16_STOCHASTIC, FP16, FP16_NONZERO, FP32, LOG8, ROOT8, Form
-from .kernels.reference import round_fp32
 from .tensors import has_data, has_own_memory
 
 MAX_STEP = 2**31
@@ -51,12 +51,29 @@ def check_switches(**switches: Any) -> None:
             raise TypeError(f"Invalid {name}: {value!r}, it should be a bool")
 
 
+def check_dtypes(**dtypes: Any) -> None:
+    """Raises TypeError for an argument that should be a dtype and is none."""
+    for name, dtype in dtypes.items():
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"Invalid {name}: {dtype!r}, it should be a torch.dtype, such as torch.bfloat16")
+
+
+def check_master_dtype(master_weight_dtype: torch.dtype, optimizer: str = "FusedOffloadAdam") -> None:
+    """Raises for a dtype that master weights cannot have.
+
+    Raises:
+        TypeError: for what is no dtype.
+        RuntimeError: for a dtype that is not supported.
+    """
+    check_dtypes(master_weight_dtype=master_weight_dtype)
+    if master_weight_dtype not in MASTER_FORMS:
+        raise RuntimeError(f"{optimizer} only supports fp32/fp16 master weights, but got {master_weight_dtype}.")
+
+
 def check_modes(
     *,
     amsgrad: bool,
     capturable: bool,
-    master_weights: bool,
-    master_weight_dtype: torch.dtype,
     exp_avg_dtype: torch.dtype,
     exp_avg_sq_dtype: torch.dtype,
     numerics: str,
@@ -68,13 +85,7 @@ def check_modes(
         RuntimeError: for a mode that TransformerEngine's FusedAdam refuses too, or that is not there yet.
         ValueError: for unknown numerics.
     """
-    for name, dtype in (
-        ("master_weight_dtype", master_weight_dtype),
-        ("exp_avg_dtype", exp_avg_dtype),
-        ("exp_avg_sq_dtype", exp_avg_sq_dtype),
-    ):
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"Invalid {name}: {dtype!r}, it should be a torch.dtype, such as torch.bfloat16")
+    check_dtypes(exp_avg_dtype=exp_avg_dtype, exp_avg_sq_dtype=exp_avg_sq_dtype)
     if amsgrad:
         raise RuntimeError(_NO_AMSGRAD)
     if capturable:
@@ -82,8 +93,6 @@ def check_modes(
             "FusedOffloadAdam does not support capturable=True. Leave it False: lr tensors and a gradient scaler's "
             "signals are read on the device already, and step() is called outside of CUDA graphs."
         )
-    if master_weights and master_weight_dtype not in MASTER_FORMS:
-        raise RuntimeError(f"FusedOffloadAdam only supports fp32/fp16 master weights, but got {master_weight_dtype}.")
     for name, dtype in (("exp_avg_dtype", exp_avg_dtype), ("exp_avg_sq_dtype", exp_avg_sq_dtype)):
         if dtype not in EXP_AVG_FORMS:
             raise RuntimeError(f"FusedOffloadAdam only supports fp32/fp16/bf16/uint8 {name}, but got {dtype}.")
@@ -118,22 +127,22 @@ _HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _UNBIASED = {torch.bfloat16: "stochastic_rounding=True", torch.float16: "torch.bfloat16 with stochastic_rounding=True"}
 
 
-def standing_moment(betas: Sequence[float], forms: Mapping[str, Form]) -> str | None:
-    """Warning for a moment that is rounded to the nearest and decays by less than half a step of its dtype.
+def standing_average(decays: Mapping[str, float], forms: Mapping[str, Form]) -> str | None:
+    """Warning for an average that is rounded to the nearest and decays by less than half a step of its dtype.
 
     Args:
-        betas: decay of the first and the second moment.
-        forms: stored form of each moment.
+        decays: decay of each average by state key.
+        forms: stored form of each state key.
 
     Returns:
         What is wrong and what to do, or None.
     """
-    for key, beta in zip(("exp_avg", "exp_avg_sq"), betas, strict=True):
+    for key, beta in decays.items():
         form = forms[key]
         if form.stochastic or 1 - beta >= _HALF_STEP.get(form.dtype, 0.0):
             continue
         return (
-            f"{key} in {form.dtype} is rounded to the nearest and stands still with betas={tuple(betas)}: it decays by "
+            f"{key} in {form.dtype} is rounded to the nearest and stands still with a decay of {beta:.6g}: it loses "
             f"{1 - beta:.2g} of its value a step, and what is less than half the distance to the next number, up to "
             f"{_HALF_STEP[form.dtype]:.2g}, is rounded away. Use {_UNBIASED[form.dtype]}, {key}_dtype=torch.uint8 or "
             f"torch.float32, or a smaller beta."

@@ -9,19 +9,24 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
 from .hooks import WeakHook
 
-if TYPE_CHECKING:
-    from .queues import CurrentStreams
-
 _ASSUMED_BYTES_PER_S = 40e9  # until a prefetch was timed
 _MARGIN = 1.25  # of the time that the copies need: beside forward and backward they are slower than alone
 _OCCASIONS = 32  # of a backward pass to look at memory: each costs the host what it takes to launch a few kernels
 _CALM_STEPS = 100  # without a retry of the allocator, before a window that was made smaller grows again
+
+
+class Streams(Protocol):
+    """Streams that were current, one per device."""
+
+    def again(self) -> AbstractContextManager[None]:
+        """Makes them current."""
 
 
 class Prefetching(Protocol):
@@ -48,7 +53,7 @@ class Prefetching(Protocol):
     def window_bytes(self) -> int:
         """GPU bytes of state that is on the GPU or on its way there."""
 
-    def _current_streams(self) -> CurrentStreams:
+    def _current_streams(self) -> Streams:
         """The current streams of the devices in use."""
 
 
@@ -115,7 +120,7 @@ class Attachment:
         self._peak_bytes = 0
         self._room = WindowRoom()
         self._warned = False
-        self._forward_streams: CurrentStreams | None = None
+        self._forward_streams: Streams | None = None
         self._handles = [optimizer.register_step_post_hook(self._stepped)]
         begins, is_ready = WeakHook(self._forward_begins), WeakHook(self._grad_is_ready)
         self._handles += [model.register_forward_pre_hook(begins) for model in models]

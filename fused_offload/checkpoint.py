@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from numbers import Real
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from .arguments import check_hyperparameters, checked_step, shown
+from .arguments import checked_step, shown
 from .dcp_calls import Wanted
 from .dtensors import local_of, local_value
+from .kernels.adam.reference import round_fp32
 from .kernels.forms import Form, decode
-from .kernels.reference import bias_correction, round_fp32
 from .mapping import StateMapping
+from .rules.base import MASTER_PARAM, UpdateRule
 from .state import StateEntry, check_storable, get_unscaled, same_memory, set_scaled
 from .tensors import is_frozen
 
-_TORCH_KEYS = ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay")
 _SCALED_DTYPES = (torch.float16, torch.uint8)
-_REQUIRED = ("lr", "betas", "eps", "weight_decay", "bias_correction")
 
 
 def _exported(entry: StateEntry, key: str) -> torch.Tensor:
@@ -103,27 +100,15 @@ def _step_tensor(step: int) -> torch.Tensor:
     return torch.tensor(float(step), dtype=torch.float32, device="cpu")
 
 
-def pack_for_torch(param_groups: Sequence[dict[str, Any]], state: StateMapping, *, adam_w_mode: bool) -> dict[str, Any]:
-    """torch AdamW's layout: ``step`` beside each parameter's moments, no master weights."""
+def pack_for_torch(param_groups: Sequence[dict[str, Any]], state: StateMapping, rule: UpdateRule) -> dict[str, Any]:
+    """The layout of torch's optimizer: ``step`` beside each parameter's state, no master weights."""
     groups = _packed_groups(param_groups)
     steps = {index: group.get("step", 0) for group in groups for index in group["params"]}
     packed = {}
     for index, entry in _bound_entries(state, _indices(param_groups)):
-        moments = {key: get_unscaled(entry, key) for key in ("exp_avg", "exp_avg_sq")}
-        packed[index] = {"step": _step_tensor(steps[index]), **moments}
-    for group in groups:
-        group.pop("step", None)
-        group.pop("bias_correction", None)
-        group.update(
-            amsgrad=False,
-            maximize=False,
-            foreach=None,
-            capturable=False,
-            differentiable=False,
-            fused=None,
-            decoupled_weight_decay=adam_w_mode,
-        )
-    return {"state": packed, "param_groups": groups}
+        values = {key: get_unscaled(entry, key) for key in rule.keys}
+        packed[index] = {"step": _step_tensor(steps[index]), **values}
+    return {"state": packed, "param_groups": [rule.torch_group(group) for group in groups]}
 
 
 class LoadedValue(NamedTuple):
@@ -165,9 +150,8 @@ def plan_load(
     state_dict: Mapping[str, Any],
     param_groups: Sequence[dict[str, Any]],
     state: StateMapping,
+    rule: UpdateRule,
     forms_of: Callable[[torch.Tensor], Mapping[str, Form]],
-    *,
-    adam_w_mode: bool,
 ) -> LoadPlan:
     """Checks a state dict against the groups and their state; changes nothing.
 
@@ -175,8 +159,8 @@ def plan_load(
         state_dict: TransformerEngine's or torch AdamW's layout.
         param_groups: the optimizer's groups.
         state: the optimizer's state.
+        rule: the optimizer's arithmetic.
         forms_of: stored form of each state key that the optimizer keeps for a parameter.
-        adam_w_mode: the optimizer's kind of weight decay.
 
     Raises:
         ValueError: names what differs.
@@ -187,7 +171,7 @@ def plan_load(
     values: list[LoadedValue] = []
     unequal: list[int] = []
     for index, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
-        check_settings(saved, index, adam_w_mode)
+        rule.check_saved_group(saved, index)
         pairs = [
             (param, saved_state[name])
             for param, name in zip(group["params"], saved["params"], strict=True)
@@ -200,14 +184,14 @@ def plan_load(
                 f"loaded state dict has no state for any parameter of group {index} at step {step}. "
                 "If they were frozen until then, load first and unfreeze them afterwards."
             )
-        groups.append(merged_group(saved, group, step))
-        check_hyperparameters(groups[-1])
+        groups.append(merged_group(saved, group, step, rule))
+        rule.check_group(groups[-1])
         if len({count for count in beside if count is not None}) > 1:
             unequal.append(index)
         for (param, entry), count in zip(pairs, beside, strict=True):
-            factors = _catch_up_factors(groups[-1], count)
+            factors = rule.catch_up_factors(groups[-1], count)
             kept = state[param] if param in state else None
-            for key, value in _checked_values(param, entry, kept, forms_of(param), index):
+            for key, value in _checked_values(param, entry, kept, rule, forms_of(param), index):
                 values.append(LoadedValue(param, key, value, factors.get(key, 1.0)))
     narrow = {
         f"{key} ({value.dtype})"
@@ -221,15 +205,11 @@ def plan_load(
         )
     if unequal:
         messages.append(
-            f"loaded state dict has parameters at different steps in groups {unequal}; FusedOffloadAdam counts steps "
-            "per group. Parameters with fewer steps take their group's count, and their moments are scaled so that "
+            f"loaded state dict has parameters at different steps in groups {unequal}; steps are counted by "
+            "group. Parameters with fewer steps take their group's count, and their moments are scaled so that "
             "the bias-corrected ones stay what they were."
         )
-    if any(_decay_is_unknown(saved) for saved in saved_groups):
-        messages.append(
-            "loaded state dict does not say whether its weight decay is decoupled (AdamW) or L2 (Adam), as torch's "
-            f"before 2.7 do not; it is taken for what this optimizer was built with, adam_w_mode={adam_w_mode}"
-        )
+    messages += rule.load_warnings(saved_groups)
     return LoadPlan(groups, values, messages)
 
 
@@ -285,34 +265,6 @@ def _check_type(value: Any, kind: Any, what: str) -> None:
         )
 
 
-def check_settings(saved: Mapping[str, Any], index: int, adam_w_mode: bool) -> None:
-    """Raises ValueError for a saved group that was trained in a way that this optimizer does not have."""
-    for key in ("amsgrad", "maximize"):
-        if _is_on(saved, key, index):
-            raise ValueError(f"loaded state dict was trained with {key}=True in group {index}; it is not supported")
-    if saved.get("decoupled_weight_decay") is None or not isinstance(saved.get("weight_decay"), Real):
-        return  # check_hyperparameters says what a weight decay should be
-    decoupled = _is_on(saved, "decoupled_weight_decay", index)
-    if decoupled != adam_w_mode and saved["weight_decay"]:
-        raise ValueError(
-            f"loaded state dict has decoupled_weight_decay={decoupled} in group {index}, but this optimizer has "
-            f"adam_w_mode={adam_w_mode}; build it with adam_w_mode={decoupled}"
-        )
-
-
-def _is_on(saved: Mapping[str, Any], key: str, index: int) -> bool:
-    value = saved.get(key)
-    if value is not None and not isinstance(value, (bool, int, np.bool_)):
-        raise TypeError(f"loaded state dict has {key}={shown(value)} in group {index}, it should be a bool")
-    return bool(value)
-
-
-def _decay_is_unknown(saved: Mapping[str, Any]) -> bool:
-    """Whether a group of torch's Adam or AdamW has a decay and does not say of which kind."""
-    is_torchs = "maximize" in saved and "bias_correction" not in saved
-    return is_torchs and saved.get("decoupled_weight_decay") is None and bool(saved.get("weight_decay"))
-
-
 def _saved_step(saved: Mapping[str, Any], beside: Sequence[int | None], index: int, current: int) -> int | None:
     """Step of a saved group; torch keeps it beside each parameter, where the largest is the group's."""
     largest = max((count for count in beside if count is not None), default=None)
@@ -331,26 +283,18 @@ def _saved_step(saved: Mapping[str, Any], beside: Sequence[int | None], index: i
     return filled_in.pop()
 
 
-def _catch_up_factors(group: Mapping[str, Any], count: int | None) -> dict[str, float]:
-    """Factor of each moment of a parameter that had ``count`` steps, which keeps it the same once bias-corrected."""
-    step = group.get("step", 0)
-    if not count or count >= step or not group.get("bias_correction", True):
-        return {}
-    return {
-        key: bias_correction(beta, step) / bias_correction(beta, count)
-        for key, beta in zip(("exp_avg", "exp_avg_sq"), group["betas"], strict=True)
-    }
-
-
-def merged_group(saved: Mapping[str, Any], group: Mapping[str, Any], step: int | None) -> dict[str, Any]:
+def merged_group(
+    saved: Mapping[str, Any], group: Mapping[str, Any], step: int | None, rule: UpdateRule
+) -> dict[str, Any]:
     """A group with the settings that were saved and the parameters that are here.
 
     Raises:
         ValueError: for a setting that cannot be copied.
     """
     # A tensor, such as lr, belongs to one optimizer: filling it may not reach the one that was saved.
-    merged = {key: _copied(value, key) for key, value in saved.items() if key not in (*_TORCH_KEYS, "params", "step")}
-    merged.update({key: group[key] for key in _REQUIRED if key not in merged and key in group})
+    dropped = {*rule.foreign_settings, "params", "step"}
+    merged = {key: _copied(value, key) for key, value in saved.items() if key not in dropped}
+    merged.update({key: group[key] for key in rule.settings if key not in merged and key in group})
     if "param_names" in group:
         merged["param_names"] = group["param_names"]
     if step is not None:
@@ -371,10 +315,11 @@ def _checked_values(
     param: torch.Tensor,
     saved: Mapping[str, Any],
     kept: StateEntry | None,
+    rule: UpdateRule,
     forms: Mapping[str, Form],
     index: int,
 ) -> list[tuple[str, torch.Tensor]]:
-    unknown = set(saved) - {"exp_avg", "exp_avg_sq", "master_param", "step"}
+    unknown = set(saved) - {*rule.keys, MASTER_PARAM, "step"}
     if unknown:
         raise ValueError(f"loaded state dict has unknown state {shown(sorted(unknown, key=str))} in group {index}")
     local = local_of(param)
@@ -384,10 +329,10 @@ def _checked_values(
             f"{tuple(kept.shape)}. Drop optimizer.state[param] before loading."
         )
     values = []
-    for key in ("exp_avg", "exp_avg_sq", "master_param"):
+    for key in (*rule.keys, MASTER_PARAM):
         value = saved.get(key)
         if value is None:
-            if key != "master_param" and local.numel():
+            if key != MASTER_PARAM and local.numel():
                 raise ValueError(f"loaded state dict lacks {key} of a parameter in group {index}")
             continue
         if not isinstance(value, torch.Tensor):
@@ -405,7 +350,7 @@ def _checked_values(
                 f"loaded state dict has {key} of shape {tuple(value.shape)} in group {index}, but the parameter has "
                 f"{tuple(local.shape)}"
             )
-        check_storable(key, forms[key].dtype, value)
+        check_storable(key, forms[key].dtype, value, nonnegative=key in rule.nonnegative)
         values.append((key, value))
     return values
 
@@ -443,9 +388,9 @@ def apply_load(plan: LoadPlan, state: StateMapping) -> None:
     loaded = {(id(value.param), value.key) for value in plan.values}
     values = _detached_from_storage(plan, state)
     for entry in state.values():
-        if (id(entry.param), "exp_avg") not in loaded:
-            entry.reset_moments()
-        if (id(entry.param), "master_param") not in loaded:
+        if not any((id(entry.param), key) in loaded for key in entry if key != MASTER_PARAM):
+            entry.reset()
+        if (id(entry.param), MASTER_PARAM) not in loaded:
             entry.unset_master()
     for param, key, value, factor in values:
         set_scaled(state[param], key, value if factor == 1.0 else value.float() * factor)

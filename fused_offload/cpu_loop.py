@@ -2,38 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from .kernels.forms import rounding_counter
-from .kernels.reference import AdamScalars, adam_step_
 from .plan import Chunk
 from .planner import ChunkKind, StepPlan
+from .step_inputs import StepInputs
 from .tensors import flat
-from .updates import Updates
 
 
-def run_chunk(
-    chunk: Chunk, plan: StepPlan, updates: Updates, scalars: Mapping[int, AdamScalars], grad_scale: float | None
-) -> None:
+def run_chunk(chunk: Chunk, plan: StepPlan, inputs: StepInputs) -> None:
     """Updates the parameters and the state of one chunk.
 
     Args:
         chunk: chunk of the plan.
         plan: the step's plan.
-        updates: the step's parameters, updated in place, and gradients.
-        scalars: hyperparameters of each group.
-        grad_scale: gradients are divided by it first.
+        inputs: the step's inputs; its parameters are updated in place.
     """
     kind = chunk.kind
     assert isinstance(kind, ChunkKind)
-    state = kind.extent.state(init_moments=kind.init_moments, init_master=kind.init_master)
+    rule, updates = inputs.rule, inputs.updates
+    state = rule.bind(kind.extent.stored, kind.initial)
     for piece in chunk.pieces:
         part = slice(piece.offset, piece.offset + piece.numel)
-        adam_step_(
+        rule.phases[kind.phase].reference(
             flat(updates.params[piece.segment])[part],
             flat(updates.grads[piece.segment])[part],
             state.narrow(plan.starts[piece.segment] + piece.offset, piece.numel),
-            scalars[kind.group],
-            grad_scale=grad_scale,
+            inputs.values[kind.group],
+            grad_scale=inputs.scaler.grad_scale_on_host(),
             counter=rounding_counter(updates.positions[piece.segment], piece.offset),
         )

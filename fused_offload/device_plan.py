@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from .config import OffloadConfig
-from .kernels import adam
-from .kernels.reference import AdamState
+from .kernels.launch import programs_of
 from .plan import Chunk
 from .planner import ChunkKind, StepPlan, extent_streaming
+from .rules.base import BoundState, UpdateRule
 from .schedule import LoadedBlock
 from .staging import RingNeed, Slot, StagingRing
 from .storage import Layout, slot_bytes
 from .table import AddressTable
-from .transfers import ChunkTransfer, Copy, block_write_back, bytes_of, chunk_transfer, slot_state
+from .transfers import ChunkTransfer, Copy, block_write_back, bytes_of, chunk_transfer
 from .updates import Updates
 from .window import WindowBlock
 
@@ -44,8 +44,8 @@ class _Moved(NamedTuple):
 class DevicePlan:
     """What the pipeline works out once per plan and device."""
 
-    def __init__(self, plan: StepPlan, chunks: list[Chunk], updates: Updates, config: OffloadConfig) -> None:
-        self.table = AddressTable(plan, chunks, updates, adam.programs_of)
+    def __init__(self, plan: StepPlan, chunks: list[Chunk], rule: UpdateRule, updates: Updates, config: OffloadConfig):
+        self.table = AddressTable(plan, chunks, updates, programs_of)
         self.kinds: list[ChunkKind] = []
         self.transfers: list[ChunkTransfer | None] = []
         self.window_copies: dict[int, tuple[Copy, ...]] = {}  # write-back of the chunks in the window, by index
@@ -53,33 +53,39 @@ class DevicePlan:
         for index, chunk in enumerate(chunks):
             kind = chunk.kind
             assert isinstance(kind, ChunkKind)
+            phase = rule.phases[kind.phase]
             self.kinds.append(kind)
-            self.transfers.append(chunk_transfer(chunk, kind) if kind.origin is None else None)
+            self.transfers.append(chunk_transfer(chunk, kind, phase) if kind.origin is None else None)
             if kind.block is not None:
-                self.window_copies[index] = block_write_back(kind.block, chunk)
+                self.window_copies[index] = block_write_back(kind.block, chunk, phase)
             elif kind.max_programs is not None:
-                in_host_memory.append(chunk_transfer(chunk, kind))
+                in_host_memory.append(chunk_transfer(chunk, kind, phase))
         self.copied, self.mapped = _Moved.by(self.transfers), _Moved.by(in_host_memory)
         streamed = {kind.extent for kind in self.kinds if kind.origin is None}
         self.need = ring_need(config, ((extent.layout, extent.numel) for extent in streamed))
         self.compiled_for: Any = None  # arguments that the kernels of this plan were compiled for
         # By slot, weakly: a ring that is released or grown takes its slots' views with it.
-        self._states: weakref.WeakKeyDictionary[Slot, dict[Any, AdamState]] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[Slot, dict[Any, BoundState]] = weakref.WeakKeyDictionary()
 
     def state(
-        self, index: int, slot_index: int, ring: StagingRing, window: Mapping[WindowBlock, LoadedBlock]
-    ) -> AdamState:
+        self,
+        index: int,
+        slot_index: int,
+        rule: UpdateRule,
+        ring: StagingRing,
+        window: Mapping[WindowBlock, LoadedBlock],
+    ) -> BoundState:
         """State of a chunk as the kernel takes it; full chunks of a kind share the same views."""
         kind, transfer = self.kinds[index], self.transfers[index]
         if kind.block is not None:
-            return slot_state(window[kind.block].slot, kind.block.place, kind)
+            return rule.bind(kind.block.place.carve(window[kind.block].slot.memory), kind.initial)
         if transfer is None:
-            return kind.extent.state(init_moments=kind.init_moments, init_master=kind.init_master)
+            return rule.bind(kind.extent.stored, kind.initial)
         slot = ring.slots[slot_index]
         views = self._states.setdefault(slot, {})
         key = (kind, transfer.place.numel)
         if key not in views:
-            views[key] = slot_state(slot, transfer.place, kind)
+            views[key] = rule.bind(transfer.place.carve(slot.memory), kind.initial)
         return views[key]
 
 

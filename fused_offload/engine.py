@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import profiles
-from .amp import AmpInputs
 from .config import OffloadConfig
 from .cpu_loop import run_chunk
-from .kernels.reference import AdamScalars, bias_correction
 from .phases import phase
 from .planner import StepPlan, extent_of
 from .staging import ENQUEUE_LOCK
+from .step_inputs import StepInputs
 from .step_report import StepReport, combined, report_of
 from .storage import Layout
-from .updates import Updates
 from .window import WindowBlock
 
 if TYPE_CHECKING:
@@ -43,26 +41,12 @@ class Engine:
         self._reported = 0
         self._report: StepReport | None = None
 
-    def run(
-        self,
-        plan: StepPlan,
-        updates: Updates,
-        scalars: Mapping[int, AdamScalars],
-        corrections: Mapping[int, list[tuple[float, float]]],
-        amp: AmpInputs,
-        *,
-        numerics: str,
-        launching: Callable[[], None],
-    ) -> None:
+    def run(self, plan: StepPlan, inputs: StepInputs, launching: Callable[[], None]) -> None:
         """Enqueues one step.
 
         Args:
             plan: the step's plan.
-            updates: what has a gradient.
-            scalars: hyperparameters of each group.
-            corrections: per group both bias corrections by the number of pending steps that turn out skipped.
-            amp: a gradient scaler's signals.
-            numerics: ``"ieee"`` or ``"te"``.
+            inputs: the step's inputs.
             launching: called when everything that can fail is done, right before the first change.
         """
         devices = sorted({extent_of(chunk).layout.device for chunk in plan.chunks} - {_CPU}, key=str)
@@ -72,15 +56,7 @@ class Engine:
                 pipeline = self._pipeline(device)
                 with torch.cuda.device(device), phase("prepare"):
                     pipeline.queues.begin()
-                    step = pipeline.prepare(
-                        plan,
-                        updates,
-                        scalars,
-                        corrections,
-                        numerics=numerics,
-                        grad_scale=_on_device(amp.grad_scale, device),
-                        found_inf=_on_device(amp.found_inf, device),
-                    )
+                    step = pipeline.prepare(plan, inputs.on(device))
                 prepared.append((pipeline, step))
             launching()
             if not self._step_is_open:
@@ -93,10 +69,11 @@ class Engine:
                 pipeline.queues.ring.rotate(sum(transfer is not None for transfer in step.plan.transfers))
                 pipeline.queues.end()
         cpu_chunks = plan.chunks_of(_CPU)
-        grad_scale = amp.grad_scale_on_host() if cpu_chunks else None
+        if cpu_chunks:
+            inputs = inputs.on(_CPU)
         for chunk in cpu_chunks:
             with phase("cpu_chunk"):
-                run_chunk(chunk, plan, updates, scalars, grad_scale)
+                run_chunk(chunk, plan, inputs)
 
     def _pipeline(self, device: torch.device) -> Pipeline:
         if device not in self.pipelines:
@@ -241,26 +218,3 @@ class Engine:
 def _link_gbps(device: torch.device) -> float | None:
     profile = profiles.of(device)
     return None if profile is None else profile.duplex_gbps
-
-
-def step_corrections(
-    group: Mapping[str, Any], step: int, pending: int, *, corrected: bool
-) -> list[tuple[float, float]]:
-    """Both bias corrections of a step, for each number of pending steps that may turn out skipped.
-
-    Args:
-        group: a parameter group.
-        step: number of the step if none is.
-        pending: steps whose outcome is unknown.
-        corrected: whether the moments are corrected at all.
-    """
-    if not corrected:
-        return [(1.0, 1.0)] * (pending + 1)
-    beta1, beta2 = group["betas"]
-    counts = [max(1, step - skipped) for skipped in range(pending + 1)]
-    return [(bias_correction(beta1, count), bias_correction(beta2, count)) for count in counts]
-
-
-def _on_device(signal: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """A signal of a gradient scaler on a device; one on the CPU was obeyed already or is copied."""
-    return None if signal is None else signal.to(device, non_blocking=True)

@@ -20,8 +20,6 @@ PART_BYTES = 24 * 2**20
 """Gradients that wait before they are applied: as many as make their state a few chunks, so that few launches and
 copies serve many small parameters, and few enough to be little beside a model."""
 
-_SETTINGS = ("lr", "betas", "eps", "weight_decay", "bias_correction", "step")
-
 _GONE = (
     "FusedOffloadAdam.step_in_backward applies each gradient during the backward pass and frees it, so nothing can "
     "look at all gradients afterwards, or add to them: no clipping by global norm (clip by value: "
@@ -37,9 +35,11 @@ class Stepping(Protocol):
 
     Attributes:
         param_groups: its groups.
+        defaults: hyperparameters that its groups have.
     """
 
     param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
 
     def _step_part(self, grads: Mapping[int, torch.Tensor], part: int, done: Callable[[], None]) -> None:
         """Updates the parameters with these gradients, by ``id``, as a part of the step that ``step`` completes."""
@@ -271,7 +271,8 @@ class BackwardSteps:
     def _check_settings(self, optimizer: Stepping) -> None:
         if self._settings is None:
             optimizer._restart_groups()
-        settings = [{key: _frozen(group.get(key)) for key in _SETTINGS} for group in optimizer.param_groups]
+        keys = (*optimizer.defaults, "step")
+        settings = [{key: _frozen(group.get(key)) for key in keys} for group in optimizer.param_groups]
         if self._settings is None:
             self._settings = settings
         for index, (first, now) in enumerate(zip(self._settings, settings, strict=False)):

@@ -1,7 +1,8 @@
-"""FusedOffloadAdam: arguments, state, step and checkpoints. The work is done by the modules it calls."""
+"""Everything that optimizers of any update rule share: state, groups, step, checkpoints, resources."""
 
 from __future__ import annotations
 
+import abc
 import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
@@ -10,20 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import checkpoint, cuda_driver
-from .amp import AmpInputs, amp_inputs
-from .arguments import (
-    MASTER_FORMS,
-    check_group_options,
-    check_hyperparameters,
-    check_modes,
-    check_numerics,
-    check_rounding,
-    check_switches,
-    moment_forms,
-    refuse_unknown,
-    standing_moment,
-    warn_if_nothing_rounds,
-)
+from .amp import scaler_inputs
+from .arguments import MASTER_FORMS, check_dtypes, check_master_dtype, check_switches
 from .attach import Attachment, check_attachment
 from .config import OffloadConfig
 from .dcp_calls import is_dummy_step, wanted_state_dict
@@ -33,9 +22,11 @@ from .kernels.forms import REMAINDER, Form
 from .mapping import StateMapping
 from .masters import refresh_master
 from .report import MemoryReport, memory_report
+from .rules.base import MASTER_PARAM, UpdateRule
 from .state import StateEntry, StateHooks, get_unscaled, set_scaled
+from .step_inputs import ScalerInputs
 from .step_report import StepReport
-from .stepper import StepModes, Stepper
+from .stepper import Stepper
 from .store import StateStore
 from .tensors import is_frozen
 from .updates import check_params
@@ -58,12 +49,12 @@ def _shown_without_kwargs(function: Any) -> Any:
 _NO_WINDOW = "{} does nothing: there is no window. Set OffloadConfig(window_bytes=...), a number of bytes or 'auto'."
 
 
-class FusedOffloadAdam(torch.optim.Optimizer):
-    """Adam and AdamW whose state lives in host memory; a drop-in for TransformerEngine's FusedAdam and torch's AdamW.
+class OffloadOptimizer(torch.optim.Optimizer):
+    """An optimizer whose state lives in host memory, for any update rule.
 
-    Each `step` cuts the parameters into chunks, and for each chunk copies the state to the parameters' device, updates
+    Each `step` cuts the parameters into chunks. For each chunk it copies the state to the parameters' device, updates
     parameters and state there in one fused kernel, and copies the state back. For parameters on the CPU the same chunks
-    are updated in place. The arithmetic is that of `kernels.reference.adam_step_`.
+    are updated in place.
 
     Gradients are only read: unlike torch's fused optimizers under a gradient scaler, unscaled gradients are not written
     back.
@@ -71,38 +62,12 @@ class FusedOffloadAdam(torch.optim.Optimizer):
     Args:
         params: parameters (float32, bfloat16 or float16) or groups of them, one device a group. Those with gaps in
             their memory are stepped through a copy.
-        lr: learning rate, a float or a one-element tensor on the CPU or on the parameters' device, which the kernel
-            reads without a synchronisation.
-        betas: decay of the first and the second moment, in [0, 1).
-        eps: added to the denominator.
-        weight_decay: decoupled decay, or L2 with ``adam_w_mode=False``. May be negative, as in TransformerEngine.
-        amsgrad: must be False.
-        bias_correction: divide the moments by ``1 - beta**step``.
-        adam_w_mode: decoupled weight decay (AdamW) if True, L2 (Adam) if False.
-        capturable: must be False.
+        defaults: hyperparameters of groups that do not say otherwise.
+        offload: what lives in host memory and how it moves.
         master_weights: keep ``master_param``, the copy of each parameter that updates apply to.
         master_weight_dtype: dtype of the masters, float32 or float16 (block-scaled).
-        exp_avg_dtype: stored dtype of the first moment: float32, bfloat16, float16 (block-scaled) or uint8
-            (block-scaled and stochastically rounded, docs/eight_bit.md).
-        exp_avg_sq_dtype: stored dtype of the second moment, likewise.
+        store_param_remainders: keep float32 masters of bfloat16 parameters as 16 bits beside the parameter.
         use_decoupled_grad: read gradients from ``param.decoupled_grad`` instead of ``param.grad``.
-        store_param_remainders: keep float32 masters of bfloat16 parameters as 16 bits beside the parameter. Nothing is
-            lost; the parameter is then the master rounded half away from zero.
-        set_grad_none: deprecated, use ``zero_grad(set_to_none=...)``.
-        numerics: ``"ieee"`` for correctly rounded operations, the same everywhere; ``"te"`` for the bits of
-            TransformerEngine's fast-math kernel, on NVIDIA GPUs only.
-        stochastic_rounding: round bfloat16 moments to either neighbour, to the nearer one more often. Rounded to the
-            nearest, an average that moves by less than half of a bfloat16 step stands still, as ``exp_avg_sq`` does
-            with beta2 = 0.999. 8-bit moments are always rounded so.
-        rounding_seed: seed of that rounding, in [0, 2^31). The same seed and steps give the same bits, whatever the
-            chunks; a resumed run goes on with the same numbers.
-        offload: what lives in host memory and how it moves.
-        **unsupported: none; arguments of ``torch.optim.AdamW`` that do not exist here are refused by name.
-
-    Raises:
-        ValueError: for hyperparameters out of range and parameters given twice.
-        TypeError: for parameters that cannot be updated, and for arguments that do not exist.
-        RuntimeError: for modes that are not supported.
     """
 
     _step_supports_amp_scaling = True  # torch's GradScaler hands grad_scale and found_inf to the step
@@ -110,100 +75,63 @@ class FusedOffloadAdam(torch.optim.Optimizer):
     def __init__(
         self,
         params: Iterable[torch.Tensor] | Iterable[dict[str, Any]],
-        lr: float | torch.Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
+        defaults: dict[str, Any],
         *,
-        bias_correction: bool = True,
-        adam_w_mode: bool = True,
-        capturable: bool = False,
+        offload: OffloadConfig,
         master_weights: bool = False,
         master_weight_dtype: torch.dtype = torch.float32,
-        exp_avg_dtype: torch.dtype = torch.float32,
-        exp_avg_sq_dtype: torch.dtype = torch.float32,
-        use_decoupled_grad: bool = False,
         store_param_remainders: bool = False,
-        set_grad_none: bool | None = None,
-        numerics: str = "ieee",
-        stochastic_rounding: bool = False,
-        rounding_seed: int = 0,
-        offload: OffloadConfig = OffloadConfig(),  # noqa: B008 - immutable
-        **unsupported: Any,
+        use_decoupled_grad: bool = False,
     ) -> None:
-        refuse_unknown(unsupported)
+        """Checks what all rules share. Attributes that `_rule` reads are set before.
+
+        Raises:
+            TypeError: for arguments of another type, parameters that cannot be updated among them.
+            ValueError: for hyperparameters out of range and parameters given twice.
+            RuntimeError: for a dtype of the masters that is not supported.
+        """
         check_switches(
-            amsgrad=amsgrad,
-            adam_w_mode=adam_w_mode,
-            capturable=capturable,
             master_weights=master_weights,
             use_decoupled_grad=use_decoupled_grad,
             store_param_remainders=store_param_remainders,
         )
-        check_modes(
-            amsgrad=amsgrad,
-            capturable=capturable,
-            master_weights=master_weights,
-            master_weight_dtype=master_weight_dtype,
-            exp_avg_dtype=exp_avg_dtype,
-            exp_avg_sq_dtype=exp_avg_sq_dtype,
-            numerics=numerics,
-        )
-        check_rounding(stochastic_rounding, rounding_seed)
-        warn_if_nothing_rounds(stochastic_rounding, exp_avg_dtype, exp_avg_sq_dtype)
+        if master_weights:
+            check_master_dtype(master_weight_dtype, type(self).__name__)
+        else:
+            check_dtypes(master_weight_dtype=master_weight_dtype)
         if not isinstance(offload, OffloadConfig):
             raise TypeError(f"offload should be an OffloadConfig(...), but got {type(offload).__name__}")
-        if set_grad_none is not None:
-            warnings.warn(
-                "set_grad_none is deprecated; use zero_grad(set_to_none=...)", DeprecationWarning, stacklevel=2
-            )
         # Wrappers set some of these after construction, so they are read where they are used.
-        self.adam_w_mode = adam_w_mode
-        self.capturable = capturable
         self.master_weights = master_weights
         self.master_weight_dtype = master_weight_dtype
-        self.exp_avg_dtype = exp_avg_dtype
-        self.exp_avg_sq_dtype = exp_avg_sq_dtype
-        self.use_decoupled_grad = use_decoupled_grad
         self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype == torch.float32
-        self.set_grad_none = set_grad_none
-        self.numerics = numerics
-        self.stochastic_rounding = stochastic_rounding
-        self.rounding_seed = rounding_seed
+        self.use_decoupled_grad = use_decoupled_grad
         self.offload = offload
-        self.name_to_dtype_map = {
-            "exp_avg": exp_avg_dtype,
-            "exp_avg_sq": exp_avg_sq_dtype,
-            "master_param": master_weight_dtype,
-        }
+        self.defaults = defaults
         self._hooks = StateHooks(
-            self._wait_for_state, self._write_group_step, self._initialize_entry, self._forget_entries
+            self._wait_for_state,
+            self._write_group_step,
+            self._initialize_entry,
+            self._forget_entries,
+            self._rule().nonnegative,
         )
         self._store = StateStore(offload, self._hooks, self._forms_of)
         self._stepper = Stepper(offload, self._hooks, self._store)
         self._steps_before_removal: dict[int, tuple[dict[str, Any], int]] = {}  # by the id of the group
         self._closed = False
         self._warned_cpu_shards = False
-        self._warned_standing_moment = True  # until all groups are there
+        self._warned_of_group = True  # until all groups are there
         self._attachment: Attachment | None = None
         self._backward_steps: BackwardSteps | None = None
-        defaults = {
-            "lr": lr,
-            "bias_correction": bias_correction,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-        }
-        check_hyperparameters(defaults)
+        self._rule().check_group(defaults)
         if isinstance(params, torch.nn.Module):
             raise TypeError(
                 f"params should be an iterable of parameters, but got the module {type(params).__name__}. "
-                "Pass its parameters: FusedOffloadAdam(module.parameters())."
+                f"Pass its parameters: {type(self).__name__}(module.parameters())."
             )
         super().__init__(params, defaults)
-        self._warned_standing_moment = False
-        self._warn_of_standing_moments(stacklevel=3)
+        self._warned_of_group = False
+        self._warn_of_groups(stacklevel=4)  # the caller of the subclass
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -230,10 +158,10 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         entry = self.state[param] if param in self.state else None
         if entry is not None and entry.extent is not None:
             return entry.extent.layout.forms
-        forms = moment_forms(self.exp_avg_dtype, self.exp_avg_sq_dtype, stochastic_rounding=self.stochastic_rounding)
+        forms = dict(self._rule().formats)
         if self.master_weights:
             remainder = self.store_param_remainders and param.dtype == torch.bfloat16
-            forms["master_param"] = REMAINDER if remainder else MASTER_FORMS[self.master_weight_dtype]
+            forms[MASTER_PARAM] = REMAINDER if remainder else MASTER_FORMS[self.master_weight_dtype]
         return forms
 
     def _all_params(self) -> list[torch.Tensor]:
@@ -278,7 +206,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
         Args:
             param: a parameter with state.
-            state_name: ``"exp_avg"``, ``"exp_avg_sq"`` or ``"master_param"``.
+            state_name: a state key of the rule or ``"master_param"``.
             skip_unscale: return the live view in its stored dtype.
 
         Returns:
@@ -291,7 +219,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         entry = self._entry_with(param, state_name)
         self._wait_for_state()
         entry.rehome()
-        if state_name == "master_param":
+        if state_name == MASTER_PARAM:
             entry.fill_master()
         if skip_unscale:
             entry.note_read(state_name)
@@ -303,7 +231,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
         Args:
             param: a parameter; gets its storage if it has none.
-            state_name: ``"exp_avg"``, ``"exp_avg_sq"`` or ``"master_param"``.
+            state_name: a state key of the rule or ``"master_param"``.
             unscaled_state: float values shaped like the parameter, int16 for a remainder, on any device.
 
         Raises:
@@ -367,7 +295,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self._wait_for_state()
         self._store.rehome()
         for entry in self.state.values():
-            if entry.master_set and "master_param" in entry and entry.extent is not None:
+            if entry.is_set(MASTER_PARAM) and MASTER_PARAM in entry and entry.extent is not None:
                 refresh_master(entry)
 
     # -- groups --------------------------------------------------------------------------------------------------
@@ -393,31 +321,30 @@ class FusedOffloadAdam(torch.optim.Optimizer):
                 raise ValueError("some parameters appear more than once in a parameter group")
             self._check_given(tensors)
         if isinstance(param_group, dict):
-            check_group_options(param_group)
-            check_hyperparameters({**self.defaults, **param_group})
+            self._rule().check_new_group({**self.defaults, **param_group})
             if isinstance(param_group.get("params"), torch.Tensor):
                 self._check_given([param_group["params"]])
         super().add_param_group(param_group)
-        self._warn_of_standing_moments(stacklevel=3)
+        self._warn_of_groups(stacklevel=3)
 
-    def _warn_of_standing_moments(self, *, stacklevel: int) -> None:
-        """Warns once of moments that are too coarse for how slowly they decay."""
-        forms = moment_forms(
-            self.exp_avg_dtype, self.exp_avg_sq_dtype, stochastic_rounding=bool(self.stochastic_rounding)
-        )
+    def _warn_of_groups(self, *, stacklevel: int) -> None:
+        """Warns once of settings that the rule takes, but should not be given."""
+        rule = self._rule()
         for group in self.param_groups:
-            message = standing_moment(group["betas"], forms)
-            if message is not None and not self._warned_standing_moment:
-                self._warned_standing_moment = True
+            message = rule.group_warning(group)
+            if message is not None and not self._warned_of_group:
+                self._warned_of_group = True
                 warnings.warn(message, stacklevel=stacklevel)
 
     def _check_given(self, params: list[torch.Tensor]) -> None:
         check_params(params, f"parameter group {len(self.param_groups)}")
-        check_numerics(self.numerics, params)
+        rule = self._rule()
+        for param in params:
+            rule.check_param(param)
         if not self._warned_cpu_shards and any(map(is_offloaded_by_fsdp, params)):
             self._warned_cpu_shards = True
             warnings.warn(
-                "FSDP keeps these parameters in host memory (CPUOffloadPolicy), so FusedOffloadAdam steps them there, "
+                "FSDP keeps these parameters in host memory (CPUOffloadPolicy), so the optimizer steps them there, "
                 "several times slower than on the GPU. It offloads its state itself: leave CPUOffloadPolicy out unless "
                 "the parameters do not fit either.",
                 stacklevel=4,
@@ -429,8 +356,6 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         Args:
             set_to_none: drop them; otherwise they are set to zero in place.
         """
-        if self.set_grad_none is not None and self.set_grad_none != set_to_none:
-            raise ValueError("set_grad_none of the constructor and set_to_none of zero_grad disagree")
         if self._backward_steps is not None:
             self._backward_steps.drop_grads()
         if not self.use_decoupled_grad:
@@ -441,18 +366,6 @@ class FusedOffloadAdam(torch.optim.Optimizer):
                 param.decoupled_grad = None  # type: ignore[attr-defined]
             elif getattr(param, "decoupled_grad", None) is not None:
                 param.decoupled_grad.zero_()  # type: ignore[attr-defined]
-
-    def __repr__(self) -> str:
-        """Groups as torch shows them, then stored dtypes, numerics and what is offloaded."""
-        keys = ["exp_avg", "exp_avg_sq", *(["master_param"] if self.master_weights else [])]
-        lines = {key: str(self.name_to_dtype_map[key]) for key in keys}
-        if self.master_weights and self.store_param_remainders:
-            lines["master_param"] += ", as 16-bit remainder beside a torch.bfloat16 parameter"
-        lines |= {"numerics": self.numerics}
-        if self.stochastic_rounding:
-            lines["stochastic_rounding"] = f"seed {self.rounding_seed}"
-        lines["offload"] = repr(self.offload)
-        return super().__repr__().removesuffix(")") + "".join(f"{key}: {line}\n" for key, line in lines.items()) + ")"
 
     def _grad_of(self, param: torch.Tensor) -> torch.Tensor | None:
         return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
@@ -492,7 +405,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None, grad_scaler: Any) -> Any:
         if cuda_driver.is_capturing():
             raise RuntimeError(
-                "FusedOffloadAdam.step() cannot be captured in a CUDA graph; call it outside the capture"
+                f"{type(self).__name__}.step() cannot be captured in a CUDA graph; call it outside the capture"
             )
         loss = None
         if closure is not None:
@@ -507,30 +420,27 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         return loss
 
     def _update(self, grad_scaler: Any) -> None:
-        modes = self._step_modes()
-        updates = self._stepper.observe(self.param_groups, modes)
-        amp = amp_inputs(self, grad_scaler)
-        if amp.found_inf is not None and not (updates.params and self._stepper.on_one_gpu()):
+        rule = self._checked_rule()
+        updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=self.use_decoupled_grad)
+        scaler = scaler_inputs(self, grad_scaler)
+        if scaler.found_inf is not None and not (updates.params and self._stepper.on_one_gpu()):
             # The CPU loop must know now, devices that skip on their own count on their own, and where nothing is
             # launched no device counts.
-            amp = amp.on_host()
-        if not amp.skipped_on_host():
-            self._stepper.run(self.param_groups, updates, amp, modes, self._params_with_state)
+            scaler = scaler.on(torch.device("cpu"))
+        if not scaler.skipped_on_host():
+            self._stepper.run(self.param_groups, updates, scaler, rule, self._params_with_state)
 
-    def _step_modes(self) -> StepModes:
-        """How a step works now, once the groups are checked."""
+    @abc.abstractmethod
+    def _rule(self) -> UpdateRule:
+        """The arithmetic, from what the optimizer was built with or its attributes were set to since."""
+
+    def _checked_rule(self) -> UpdateRule:
+        """The arithmetic of this step, once the groups are checked."""
         self._restart_groups()
+        rule = self._rule()
         for group in self.param_groups:
-            check_hyperparameters(group, lr_required=True)
-        check_numerics(self.numerics, ())
-        check_rounding(self.stochastic_rounding, self.rounding_seed)
-        return StepModes(
-            self.adam_w_mode,
-            self.use_decoupled_grad,
-            self.numerics,
-            bool(self.defaults["bias_correction"]),
-            self.rounding_seed,
-        )
+            rule.check_group(group, lr_required=True)
+        return rule
 
     def _step_part(self, grads: Mapping[int, torch.Tensor], part: int, done: Callable[[], None]) -> None:
         """Updates the parameters with these gradients, by ``id``, as a part of the step that `step` completes.
@@ -538,10 +448,12 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         ``done`` is called as the last change of the part; a part that fails before it has failed half-way.
         """
         self._check_usable()
-        modes = self._step_modes()
-        updates = self._stepper.observe(self.param_groups, modes, grads)
+        rule = self._checked_rule()
+        updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=False, given=grads)
         self._stepper.engine.in_parts(True)
-        self._stepper.run(self.param_groups, updates, AmpInputs(), modes, self._params_with_state, part=part, done=done)
+        self._stepper.run(
+            self.param_groups, updates, ScalerInputs(), rule, self._params_with_state, part=part, done=done
+        )
 
     def _end_parts(self) -> None:
         self._stepper.engine.in_parts(False)
@@ -559,7 +471,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
 
     def _check_usable(self) -> None:
         if self._closed:
-            raise RuntimeError("This FusedOffloadAdam was closed; its state is no longer kept.")
+            raise RuntimeError(f"This {type(self).__name__} was closed; its state is no longer kept.")
         if self._stepper.failure is not None:
             raise RuntimeError(
                 f"An earlier step or load failed half-way ({self._stepper.failure}), so parameters and state no longer "
@@ -607,7 +519,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             parameters in float32 to keep them.
         """
         self._settle_for_save()
-        return checkpoint.pack_for_torch(self.param_groups, self.state, adam_w_mode=self.adam_w_mode)
+        return checkpoint.pack_for_torch(self.param_groups, self.state, self._rule())
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -631,9 +543,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
             result = pre_hook(self, state_dict)
             state_dict = state_dict if result is None else result
         self._wait_for_state()
-        plan = checkpoint.plan_load(
-            state_dict, self.param_groups, self.state, self._forms_of, adam_w_mode=bool(self.adam_w_mode)
-        )
+        plan = checkpoint.plan_load(state_dict, self.param_groups, self.state, self._rule(), self._forms_of)
         for message in plan.warnings:
             warnings.warn(message, stacklevel=5)  # the caller, whose decorators take three frames
         params = plan.params
@@ -648,7 +558,7 @@ class FusedOffloadAdam(torch.optim.Optimizer):
         self.param_groups = plan.groups
         self._steps_before_removal.clear()
         self._stepper.failure = None
-        self._warn_of_standing_moments(stacklevel=6)  # the caller, as above
+        self._warn_of_groups(stacklevel=6)  # the caller, as above
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -838,6 +748,6 @@ class FusedOffloadAdam(torch.optim.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to pickle or deep-copy: storage and parameters belong to this process."""
         raise TypeError(
-            "FusedOffloadAdam cannot be pickled or copied: its state belongs to this process's pinned memory. "
+            f"{type(self).__name__} cannot be pickled or copied: its state belongs to this process's pinned memory. "
             "Use state_dict() and load_state_dict() on a new optimizer."
         )

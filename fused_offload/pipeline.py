@@ -59,10 +59,9 @@ import torch
 from .config import OffloadConfig
 from .device_plan import DevicePlan, ring_need
 from .forks import keep_in_children
-from .kernels import adam
-from .kernels.adam import AmpSignals, LaunchKind
-from .kernels.reference import AdamScalars, AdamState
-from .planner import ChunkKind, StepPlan
+from .kernels.launch import ScalerSignals
+from .launches import Launches
+from .planner import StepPlan
 from .queues import CudaOps, DeviceQueues
 from .schedule import (
     Event,
@@ -76,10 +75,10 @@ from .schedule import (
 )
 from .skips import SkipCounter
 from .staging import ENQUEUE_LOCK, Slot
+from .step_inputs import ScalerInputs, StepInputs
 from .step_report import Span, StepLog, StepMarks
 from .storage import Layout
 from .transfers import bytes_of
-from .updates import Updates
 from .upload import UploadBuffer
 from .window import WindowBlock, WriteBacks
 
@@ -211,106 +210,52 @@ class Pipeline:
                 self.queues.require(self, need)
                 self.queues.end()
 
-    def prepare(
-        self,
-        plan: StepPlan,
-        updates: Updates,
-        scalars: Mapping[int, AdamScalars],
-        corrections: Mapping[int, list[tuple[float, float]]],
-        *,
-        numerics: str,
-        grad_scale: torch.Tensor | None,
-        found_inf: torch.Tensor | None,
-    ) -> PreparedStep:
+    def prepare(self, plan: StepPlan, inputs: StepInputs) -> PreparedStep:
         """Does everything of a step that can fail. The caller has begun a run of the queues, which ends behind `run`.
 
         Args:
             plan: the step's plan.
-            updates: what has a gradient.
-            scalars: hyperparameters of each group.
-            corrections: per group both bias corrections by the number of pending steps that turn out skipped.
-            numerics: ``"ieee"`` or ``"te"``.
-            grad_scale: one-element tensor on this device, or None.
-            found_inf: one-element tensor on this device, or None.
+            inputs: the step's inputs, with tensors on this device.
         """
         device = self.queues.device
         device_plan = plan.derived.get(device)
         if device_plan is None:
-            device_plan = plan.derived[device] = DevicePlan(plan, plan.chunks_of(device), updates, self._config)
+            device_plan = plan.derived[device] = DevicePlan(
+                plan, plan.chunks_of(device), inputs.rule, inputs.updates, self._config
+            )
         if device_plan.need is not None:
             self.queues.require(self, device_plan.need)
-        aligned = device_plan.table.fill(updates)
+        aligned = device_plan.table.fill(inputs.updates)
         ops = CudaOps(self.queues)
         if self._computed is not None:  # the table of the previous step may still be read, on another current stream
             ops.wait(ops.compute, self._computed)
-        table, correction_rows = self._upload.send(
+        found_inf = inputs.scaler.found_inf
+        table, skip_rows = self._upload.send(
             device_plan.table,
-            corrections if found_inf is not None else {},
+            inputs.skip_rows if found_inf is not None else {},
             ops.compute.cuda_stream,
             lambda: ops.record(ops.compute),
         )
-        scalars = {group: _with_lr_on(device, values) for group, values in scalars.items()}
-        signals = self._signals(grad_scale, found_inf, correction_rows)
+        launches = Launches(device_plan, inputs, table, aligned, self._signals(inputs.scaler, skip_rows))
 
         def launch(index: int, slot_index: int) -> None:
-            rows = device_plan.table.chunks[index]
-            arguments = self._arguments(device_plan, index, slot_index, updates, scalars, signals, numerics, aligned)
-            adam.adam_step_(table[rows.first :], rows.rows, rows.programs, *arguments)
+            launches.launch(index, device_plan.state(index, slot_index, inputs.rule, self.queues.ring, self._window))
 
-        by_group = [(group, _compiled_into(values)) for group, values in scalars.items()]
-        compiled_for = (list(aligned), numerics, by_group, signals.keys() == {None}, grad_scale is None)
-        if device_plan.compiled_for != compiled_for:
+        if device_plan.compiled_for != launches.compiled_for:
             for index in range(len(device_plan.kinds)):
-                arguments = self._arguments(device_plan, index, 0, updates, scalars, signals, numerics, aligned)
-                self._compile(table, *arguments)
-            device_plan.compiled_for = compiled_for
-        return PreparedStep(device_plan, launch, updates.params, found_inf)
+                state = device_plan.state(index, 0, inputs.rule, self.queues.ring, self._window)
+                launches.compile(index, state, self._compiled)
+            device_plan.compiled_for = launches.compiled_for
+        return PreparedStep(device_plan, launch, inputs.updates.params, found_inf)
 
-    def _signals(
-        self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None, rows: Mapping[int, torch.Tensor]
-    ) -> dict[int | None, AmpSignals]:
-        """Signals of each group; None for groups without corrections."""
-        if found_inf is None:
-            return {None: AmpSignals(grad_scale)}
+    def _signals(self, scaler: ScalerInputs, skip_rows: Mapping[int, torch.Tensor]) -> dict[int | None, ScalerSignals]:
+        """Signals of each group; under None those of all groups where no step is skipped on the device."""
+        if scaler.found_inf is None:
+            return {None: ScalerSignals(scaler.grad_scale)}
         return {
-            group: AmpSignals(grad_scale, found_inf, self.skips.on_device(), corrections, self.skips.known)
-            for group, corrections in rows.items()
+            group: ScalerSignals(*scaler, self.skips.on_device(), rows, self.skips.known)
+            for group, rows in skip_rows.items()
         }
-
-    @staticmethod
-    def _launch_kind(kind: ChunkKind, numerics: str, aligned: bool) -> LaunchKind:
-        return LaunchKind(kind.extent.layout.param_dtype, kind.grad_dtype, numerics, aligned, kind.max_programs)
-
-    def _arguments(
-        self,
-        device_plan: DevicePlan,
-        index: int,
-        slot_index: int,
-        updates: Updates,
-        scalars: Mapping[int, AdamScalars],
-        signals: Mapping[int | None, AmpSignals],
-        numerics: str,
-        aligned: Sequence[bool],
-    ) -> tuple[AdamState, AdamScalars, LaunchKind, AmpSignals]:
-        kind = device_plan.kinds[index]
-        return (
-            device_plan.state(index, slot_index, self.queues.ring, self._window),
-            scalars[kind.group],
-            self._launch_kind(kind, numerics, aligned[index]),
-            signals[kind.group] if kind.group in signals else signals[None],
-        )
-
-    def _compile(
-        self, table: torch.Tensor, state: AdamState, scalars: AdamScalars, kind: LaunchKind, signals: AmpSignals
-    ) -> None:
-        forms = tuple(stored.form if stored is not None else None for stored in state[:3])
-        key = (
-            (forms, state.init_moments, state.init_master, _compiled_into(scalars), kind),
-            (signals.grad_scale is None, signals.found_inf is None),
-        )
-        if key not in self._compiled:
-            adam.compile_step(table, state, scalars, kind, signals)
-            self._compiled.add(key)
 
     def _enqueue(
         self,
@@ -443,15 +388,3 @@ class Pipeline:
             self._write_backs.last.synchronize()  # [Note: host readers synchronise]
         if self._computed is not None:
             self._computed.synchronize()  # resident state is read by the host too, and skips are counted before this
-
-
-def _compiled_into(scalars: AdamScalars) -> tuple[Any, ...]:
-    """What of the hyperparameters a kernel knows at compile time."""
-    lr_dtype = scalars.lr.dtype if isinstance(scalars.lr, torch.Tensor) else None
-    return scalars.adam_w_mode, lr_dtype
-
-
-def _with_lr_on(device: torch.device, scalars: AdamScalars) -> AdamScalars:
-    """A learning rate tensor on another device, copied to this one."""
-    lr = scalars.lr
-    return scalars._replace(lr=lr.to(device, non_blocking=True)) if isinstance(lr, torch.Tensor) else scalars

@@ -27,8 +27,8 @@ class ChunkKind(NamedTuple):
         extent: storage of the state.
         group: index of the parameter group.
         grad_dtype: dtype of the gradients.
-        init_moments: the moments are still zero everywhere.
-        init_master: the master is still the parameter.
+        initial: state keys that are at their initial value everywhere.
+        phase: index of the rule's phase.
         block: part of the window that holds the state, or None if it streams or is resident.
         max_programs: programs of a kernel that works on the state where it is, in host memory; None where the state is
             on the GPU by then.
@@ -37,8 +37,8 @@ class ChunkKind(NamedTuple):
     extent: Extent
     group: int
     grad_dtype: torch.dtype
-    init_moments: bool
-    init_master: bool
+    initial: frozenset[str]
+    phase: int = 0
     block: WindowBlock | None = None
     max_programs: int | None = None
 
@@ -121,14 +121,11 @@ class Planner:
         ):
             extent = entry.extent
             assert extent is not None
-            key = extent, group, grad_dtype, entry.moments_set, entry.master_set
+            key = extent, group, grad_dtype, entry.initial
             kind = kinds.get(key)
             if kind is None:
                 programs = None if extent.layout.resident else self._streaming(extent).programs
-                kind = ChunkKind(
-                    extent, group, grad_dtype, not entry.moments_set, not entry.master_set, max_programs=programs
-                )
-                kinds[key] = kind
+                kind = kinds[key] = ChunkKind(extent, group, grad_dtype, entry.initial, max_programs=programs)
             whole = Segment(kind, entry.start, numel)
             if not window:
                 segments.append(whole)
@@ -142,7 +139,7 @@ class Planner:
             chunks = tuple(_of_updates(chunk, cuts) for chunk in chunks)
         # What is on the GPU goes last: its kernels need no copy, so the link starts with the first chunk that does.
         ordered = sorted(chunks, key=lambda chunk: (extent_of(chunk).layout.resident, block_of(chunk) is not None))
-        initial = [entry for entry in entries if not (entry.moments_set and entry.master_set)]
+        initial = [entry for entry in entries if entry.initial]
         return StepPlan(tuple(ordered), [entry.start for entry in entries], initial)
 
     def _streaming(self, extent: Extent) -> Streaming:

@@ -7,7 +7,7 @@ a caller keeps is ever adopted, so state stays where it is whatever is done to i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from .arguments import checked_step
 from .dtensors import distributed_like, is_distributed, local_of, local_value, same_sharding, sharding_of
 from .kernels.forms import Form, Stored, decode, encode_
+from .rules.base import MASTER_PARAM
 from .storage import Extent
 from .tensors import dense_strides, flat, has_data, has_own_memory, like_memory_of, overlaps, same_order
 
@@ -29,6 +30,7 @@ class StateHooks:
         write_step: ``(param, step)``, a caller's step count for the parameter's group.
         initialize: ``(param,)``, gives an entry its storage.
         forget: waits, then drops what would keep the storage of removed entries alive.
+        nonnegative: keys of averages of squares, which no caller may set to negative values.
         version: counts changes of which storage belongs to which parameter, and values that became initial again.
         lent: whether any view was ever given out, so that someone may move it.
     """
@@ -39,12 +41,14 @@ class StateHooks:
         write_step: Callable[[torch.Tensor, int], None],
         initialize: Callable[[torch.Tensor], None],
         forget: Callable[[], None],
+        nonnegative: Set[str] = frozenset(),
     ) -> None:
         """Keeps the callbacks."""
         self.wait = wait
         self.write_step = write_step
         self.initialize = initialize
         self.forget = forget
+        self.nonnegative = nonnegative
         self.version = 0
         self.lent = False
 
@@ -63,8 +67,8 @@ class StateEntry(dict[str, torch.Tensor]):
         bound: whether the entry has its storage.
         shape: the parameter's shape when it got its storage; of a distributed one that of this rank's part.
         strides: strides of the values, as the parameter's were then, but without gaps.
-        moments_set: whether the moments may differ from zero.
-        master_set: whether ``master_param`` is authoritative; if not, the next step takes the parameter instead.
+        initial: keys whose stored values are not authoritative yet: the next step takes zero, and for `MASTER_PARAM`
+            the parameter. The rule's keys are in it together or not at all.
     """
 
     def __init__(self, hooks: StateHooks, param: torch.Tensor) -> None:
@@ -79,8 +83,7 @@ class StateEntry(dict[str, torch.Tensor]):
         self.shape, self.strides = local.shape, dense_strides(local)
         self._distributed: dict[str, Any] = {}
         self._reshaped: dict[str, torch.Tensor] = {}
-        self.moments_set = False
-        self.master_set = False
+        self.initial: frozenset[str] = frozenset()
 
     # -- storage -----------------------------------------------------------------------------------------------
 
@@ -91,8 +94,7 @@ class StateEntry(dict[str, torch.Tensor]):
         self.shape, self.strides = local.shape, dense_strides(local)
         self._distributed.clear()
         self._reshaped.clear()
-        self.moments_set = self.master_set = False
-        self._hooks.version += 1
+        self._make_initial({*forms, MASTER_PARAM})
         for key, form in forms.items():
             super().__setitem__(key, self._view(key, form))
 
@@ -107,7 +109,8 @@ class StateEntry(dict[str, torch.Tensor]):
 
     def ordered(self, values: torch.Tensor) -> torch.Tensor:
         """``[numel]`` elements of a tensor shaped like the parameter, in the order of the storage."""
-        return flat(like_memory_of(values.detach(), self._view("exp_avg", self.form("exp_avg"))))
+        key = next(iter(self))  # all keys lie alike
+        return flat(like_memory_of(values.detach(), self._view(key, self.form(key))))
 
     def stored(self, key: str) -> Stored:
         """One key's elements in memory order. The entry has storage and elements."""
@@ -188,7 +191,7 @@ class StateEntry(dict[str, torch.Tensor]):
 
     def fill_master(self) -> None:
         """Writes the parameter's value into a master that is not authoritative yet; it stays so."""
-        if "master_param" not in self or self.master_set or self.extent is None:
+        if MASTER_PARAM not in self or self.is_set(MASTER_PARAM) or self.extent is None:
             return
         local = local_of(self.param)
         if local.shape != self.shape:
@@ -196,29 +199,34 @@ class StateEntry(dict[str, torch.Tensor]):
                 f"A parameter has shape {tuple(local.shape)} now, but its state was made for {tuple(self.shape)}, "
                 "and its master weights are still in the parameter. Bring the parameter back first."
             )
-        stored = self.stored("master_param")
+        stored = self.stored(MASTER_PARAM)
         if stored.form.name == "remainder":
             stored.data.zero_()
         else:
             write_values(stored, self.ordered(local))
 
-    def reset_moments(self) -> None:
-        """Takes the moments back to zero."""
+    def reset(self) -> None:
+        """Takes the rule's state back to zero; the master stays."""
         self._reshaped.clear()
-        if self.extent is not None and self.moments_set:
-            self.stored("exp_avg").data.zero_()
-            self.stored("exp_avg_sq").data.zero_()
-        self.moments_set = False
-        self._hooks.version += 1
+        keys = self._rule_keys()
+        for key in keys - self.initial if self.extent is not None else ():
+            self.stored(key).data.zero_()
+        self._make_initial(self.initial | keys)
 
     def forget_initial_state(self) -> None:
-        """Makes the parameter the master again, after a first step that turned out skipped: moments are still zero."""
-        self.moments_set = self.master_set = False
-        self._hooks.version += 1
+        """Makes the parameter the master again, after a first step that was skipped; other state is still zero."""
+        self._make_initial({*self, MASTER_PARAM})
 
     def unset_master(self) -> None:
         """Makes the next step start from the parameter again."""
-        self.master_set = False
+        self._make_initial(self.initial | {MASTER_PARAM})
+
+    def _rule_keys(self) -> frozenset[str]:
+        """Keys without the master."""
+        return frozenset(self) - {MASTER_PARAM}
+
+    def _make_initial(self, keys: Set[str]) -> None:
+        self.initial = frozenset(keys)
         self._hooks.version += 1
 
     # -- reading: whoever gets a tensor may read it at once and write into it -----------------------------------
@@ -228,7 +236,7 @@ class StateEntry(dict[str, torch.Tensor]):
             return
         self._hooks.wait()
         self._hooks.lent = True
-        if "master_param" in keys:
+        if MASTER_PARAM in keys:
             self.fill_master()
         for key in keys:
             self.mark_set(key)
@@ -238,7 +246,7 @@ class StateEntry(dict[str, torch.Tensor]):
 
         A master that is not authoritative stays so: checkpoint code reads it as a template, and says what it wrote.
         """
-        if key != "master_param":
+        if key != MASTER_PARAM:
             self.mark_set(key)
 
     def __getitem__(self, key: str) -> torch.Tensor:
@@ -352,7 +360,7 @@ class StateEntry(dict[str, torch.Tensor]):
                 f"{key} is kept as {value.dtype} elements that mean something beside their scales only. Read and write "
                 "float32 values: get_unscaled_state(param, key)."
             )
-        check_storable(key, self.form(key).dtype, value)
+        check_storable(key, self.form(key).dtype, value, nonnegative=self.is_nonnegative(key))
         return True
 
     def take_reshaped(self) -> str | None:
@@ -364,7 +372,7 @@ class StateEntry(dict[str, torch.Tensor]):
         if not self._reshaped:
             return None
         shape, values = local_of(self.param).shape, dict(self._reshaped)
-        for key in ("exp_avg", "exp_avg_sq", *values):
+        for key in dict.fromkeys((*self._rule_keys(), *values)):
             found = values[key].shape if key in values else self.shape
             if found != shape:
                 return (
@@ -391,14 +399,14 @@ class StateEntry(dict[str, torch.Tensor]):
                 f"State of a parameter with {sharding_of(other.param)} does not fit one with {sharding_of(self.param)}"
             )
         keys = [key for key in other if other.is_set(key) or key in other._reshaped]
-        if other._reshaped and "master_param" not in other._reshaped:
-            keys = [key for key in keys if key != "master_param"]  # that of the old parameter
+        if other._reshaped and MASTER_PARAM not in other._reshaped:
+            keys = [key for key in keys if key != MASTER_PARAM]  # that of the old parameter
         if keys and not self.bound:
             self._hooks.initialize(self.param)
         for key in keys:
             check_value(self, key, other._reshaped.get(key, _unscaled_like(other.peek(key))))
         self._hooks.wait()
-        self.reset_moments()
+        self.reset()
         self.unset_master()
         for key in keys:
             set_scaled(
@@ -416,12 +424,16 @@ class StateEntry(dict[str, torch.Tensor]):
 
     def is_set(self, key: str) -> bool:
         """Whether one key's values are authoritative."""
-        return self.master_set if key == "master_param" else self.moments_set
+        return self.bound and key not in self.initial
+
+    def is_nonnegative(self, key: str) -> bool:
+        """Whether one key's values are averages of squares."""
+        return key in self._hooks.nonnegative
 
     def mark_set(self, key: str | None = None) -> None:
-        """Makes one key's values authoritative, or all."""
-        self.moments_set = self.moments_set or key != "master_param"
-        self.master_set = self.master_set or key in (None, "master_param")
+        """Makes one key's values authoritative, and with a key of the rule all of the rule's; without a key, all."""
+        kept = frozenset() if key is None else {MASTER_PARAM} if key != MASTER_PARAM else self._rule_keys()
+        self.initial &= kept
 
     def mark_loaded(self, key: str) -> None:
         """Makes values authoritative that a reader wrote in place.
@@ -429,7 +441,7 @@ class StateEntry(dict[str, torch.Tensor]):
         A master that is not, and still has a parameter's value in every element, is taken for one that the reader left
         alone because the checkpoint has none: the next step then starts from the parameter, which may be loaded later.
         """
-        if key == "master_param" and not self.master_set and self.extent is not None:
+        if key == MASTER_PARAM and not self.is_set(key) and self.extent is not None:
             stored = self.stored(key)
             dtype = self.extent.layout.param_dtype
             blocks = stored.data.split(_VALUES_BLOCK)
@@ -473,7 +485,7 @@ class StateEntry(dict[str, torch.Tensor]):
         """Writes several keys; the others start over."""
         self.update(values)
         for key in self.keys() - values.keys():
-            if key == "master_param":
+            if key == MASTER_PARAM:
                 self.unset_master()
             elif self.extent is not None:
                 self.stored(key).data.zero_()
@@ -538,10 +550,10 @@ def check_value(entry: StateEntry, key: str, value: Any, *, raw: bool = False) -
         raise ValueError(f"{key} should have shape {tuple(entry.shape)}, but got {tuple(value.shape)}")
     kept = entry.peek(key).dtype
     if not (raw and kept == value.dtype == torch.uint8):
-        check_storable(key, kept, value)
+        check_storable(key, kept, value, nonnegative=entry.is_nonnegative(key))
 
 
-def check_storable(key: str, kept: torch.dtype, value: torch.Tensor) -> None:
+def check_storable(key: str, kept: torch.dtype, value: torch.Tensor, *, nonnegative: bool = False) -> None:
     """Raises if a value cannot be stored as ``kept`` without meaning something else."""
     if value.layout != torch.strided or value.device.type == "meta":
         raise TypeError(f"{key} should be a dense tensor with data, but got {value.layout} on {value.device}")
@@ -559,8 +571,8 @@ def check_storable(key: str, kept: torch.dtype, value: torch.Tensor) -> None:
         raise ValueError(f"{key} is kept as torch.int16, but got torch.int32 values that do not fit")
     if kept != torch.int16 and not value.dtype.is_floating_point:
         raise TypeError(f"{key} should be a floating point tensor, but got {value.dtype}")
-    if key == "exp_avg_sq" and value.numel() and value.detach().min() < 0:
-        raise ValueError("exp_avg_sq holds negative values, so it is no average of squares; was it mixed up?")
+    if nonnegative and value.numel() and value.detach().min() < 0:
+        raise ValueError(f"{key} holds negative values, so it is no average of squares; was it mixed up?")
 
 
 def write_values(stored: Stored, values: torch.Tensor) -> None:

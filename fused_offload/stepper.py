@@ -3,40 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
-from .amp import AmpInputs
-from .arguments import check_numerics
 from .config import OffloadConfig
 from .dtensors import local_of
-from .engine import Engine, step_corrections
-from .kernels.reference import AdamScalars, adam_scalars
+from .engine import Engine
 from .phases import phase
 from .planner import Planner
+from .rules.base import UpdateRule
 from .state import StateEntry, StateHooks
+from .step_inputs import ScalerInputs, StepInputs
 from .store import StateStore
 from .updates import ParamWatch, Updates
 from .window import blocks_of
-
-
-class StepModes(NamedTuple):
-    """How a step works, read from the optimizer at each step: wrappers set some of it after construction.
-
-    Attributes:
-        adam_w_mode: decoupled weight decay if true, else L2.
-        decoupled_grad: read ``decoupled_grad`` instead of ``grad``.
-        numerics: ``"ieee"`` or ``"te"``.
-        bias_correction: what groups that do not say so do.
-        rounding_seed: seed of stochastic rounding.
-    """
-
-    adam_w_mode: bool
-    decoupled_grad: bool
-    numerics: str
-    bias_correction: bool
-    rounding_seed: int
 
 
 class Stepper:
@@ -83,14 +64,17 @@ class Stepper:
     def observe(
         self,
         param_groups: Sequence[dict[str, Any]],
-        modes: StepModes,
+        rule: UpdateRule,
+        *,
+        decoupled_grad: bool,
         given: Mapping[int, torch.Tensor] | None = None,
     ) -> Updates:
         """What has a gradient, checked; changes nothing.
 
         Args:
             param_groups: the optimizer's groups.
-            modes: how the step works.
+            rule: the arithmetic.
+            decoupled_grad: read ``decoupled_grad`` instead of ``grad``.
             given: gradients by the ``id`` of their parameter, if not those on the parameters.
 
         Raises:
@@ -98,8 +82,8 @@ class Stepper:
             RuntimeError: for tensors that cannot be updated, do not fit together, or do not fit their state.
         """
         with phase("check"):
-            updates = self._watch.observe(param_groups, modes.decoupled_grad, given)
-            self._check_entries(updates, modes.numerics)
+            updates = self._watch.observe(param_groups, decoupled_grad, given)
+            self._check_entries(updates, rule)
         return updates
 
     def prefetch(self, window_bytes: int) -> None:
@@ -142,8 +126,8 @@ class Stepper:
         self,
         param_groups: Sequence[dict[str, Any]],
         updates: Updates,
-        amp: AmpInputs,
-        modes: StepModes,
+        scaler: ScalerInputs,
+        rule: UpdateRule,
         wanted: Callable[[], list[torch.Tensor]],
         *,
         part: int | None = None,
@@ -156,13 +140,13 @@ class Stepper:
         Args:
             param_groups: the optimizer's groups; ``step`` is updated.
             updates: what `observe` returned.
-            amp: a gradient scaler's signals.
-            modes: how the step works.
+            scaler: a gradient scaler's requests.
+            rule: the arithmetic.
             wanted: parameters that get state, asked for only when something changed.
             part: which part of a step this is, if it is not the last one. Only the last one counts the step.
             done: called as the last change.
         """
-        if amp.found_inf is None or self._unconfirmed:
+        if scaler.found_inf is None or self._unconfirmed:
             # Without a signal, the kernel takes its step's number from the host. Behind a first step, the host decides
             # whether the parameter is still the master, which a rounded copy may differ from.
             self.engine.wait_for_skips()
@@ -174,12 +158,14 @@ class Stepper:
         plan = planner.plan(updates, entries, self._hooks.version, self.engine.window())
         steps = [int(group.get("step", 0)) + 1 for group in param_groups]
         pending = self.engine.pending_skips()
-        scalars, corrections = {}, {}
-        for index in dict.fromkeys(updates.groups):
-            group, step = param_groups[index], steps[index]
-            corrected = bool(group.get("bias_correction", modes.bias_correction))
-            scalars[index] = _scalars(group, step, modes, corrected=corrected)
-            corrections[index] = step_corrections(group, step, pending, corrected=corrected)
+        groups = list(dict.fromkeys(updates.groups))
+        inputs = StepInputs(
+            rule,
+            updates,
+            {index: rule.step_values(param_groups[index], steps[index]) for index in groups},
+            {index: rule.skip_rows(param_groups[index], steps[index], pending) for index in groups},
+            scaler,
+        )
 
         def launching() -> None:
             self.failure = "it was interrupted"  # from the first change to the last
@@ -188,11 +174,11 @@ class Stepper:
                     group["step"] = step
 
         try:
-            self.engine.run(plan, updates, scalars, corrections, amp, numerics=modes.numerics, launching=launching)
+            self.engine.run(plan, inputs, launching)
             updates.write_copies_back()
             for entry in plan.initial:
                 entry.mark_set()
-            if amp.found_inf is not None and amp.found_inf.device.type != "cpu":
+            if scaler.found_inf is not None and scaler.found_inf.device.type != "cpu":
                 self._unconfirmed += plan.initial
             if done is not None:
                 done()
@@ -226,11 +212,11 @@ class Stepper:
         entries = known if len(updates.positions) == len(known) else [known[place] for place in updates.positions]
         return cast("list[StateEntry]", entries)
 
-    def _check_entries(self, updates: Updates, numerics: str) -> None:
+    def _check_entries(self, updates: Updates, rule: UpdateRule) -> None:
         if self._entries_made_for != (self._watch.generation, self._hooks.version):
             # Of all parameters: one without a gradient now may have one in a later step, which does not look again.
             misfits = [
-                self._misfit(param, group, numerics)
+                self._misfit(param, group, rule)
                 for param, group in zip(self._watch.params, self._watch.groups, strict=True)
             ]
             self._misfits = {position: reason for position, reason in enumerate(misfits) if reason}
@@ -238,10 +224,10 @@ class Stepper:
             if position in self._misfits:
                 raise RuntimeError(self._misfits[position])
 
-    def _misfit(self, param: torch.Tensor, group: int, numerics: str) -> str | None:
+    def _misfit(self, param: torch.Tensor, group: int, rule: UpdateRule) -> str | None:
         """Why a parameter cannot be stepped, or None."""
         try:
-            check_numerics(numerics, [param])
+            rule.check_param(param)
         except RuntimeError as error:
             return str(error)
         entry = self._store.state[param] if param in self._store.state else None
@@ -292,19 +278,3 @@ class Stepper:
         self._store.forget_views()
         self._entries = []
         self._entries_made_for = (-1, -1)
-
-
-def _scalars(group: dict[str, Any], step: int, modes: StepModes, *, corrected: bool) -> AdamScalars:
-    lr = group["lr"]
-    if isinstance(lr, torch.Tensor) and lr.device.type == "cpu":
-        lr = lr.item()  # only a tensor on the parameters' device can be read by the kernel
-    return adam_scalars(
-        lr=lr,
-        betas=group["betas"],
-        eps=group["eps"],
-        weight_decay=group["weight_decay"],
-        step=step,
-        bias_corrected=corrected,
-        adam_w_mode=modes.adam_w_mode,
-        rounding_seed=modes.rounding_seed,
-    )

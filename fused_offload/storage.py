@@ -9,9 +9,9 @@ import torch
 
 from . import numa
 from .kernels.forms import SCALE_BLOCK, Form, Stored
-from .kernels.reference import AdamState
 from .pinned import PinnedSlab
 from .plan import ALIGNMENT, chunk_numel
+from .rules.base import MASTER_PARAM
 
 _ARRAY_ALIGNMENT = 256  # bytes; the widest access of any copy or kernel
 
@@ -23,24 +23,20 @@ class Layout:
     Attributes:
         device: device of the parameters.
         param_dtype: dtype of the parameters.
-        exp_avg: stored form of the first moment.
-        exp_avg_sq: stored form of the second moment.
-        master_param: stored form of the master weights, or None if the parameter is its own master.
+        keys: state keys and their stored forms, in the order of storage; `MASTER_PARAM` is among them where masters
+            are kept.
         resident: whether the state stays on ``device`` instead of in host memory.
     """
 
     device: torch.device
     param_dtype: torch.dtype
-    exp_avg: Form
-    exp_avg_sq: Form
-    master_param: Form | None
+    keys: tuple[tuple[str, Form], ...]
     resident: bool
 
     @property
     def forms(self) -> dict[str, Form]:
         """Stored form of each state key."""
-        forms = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        return forms if self.master_param is None else {**forms, "master_param": self.master_param}
+        return dict(self.keys)
 
     @property
     def block_bytes(self) -> int:
@@ -49,12 +45,12 @@ class Layout:
 
     def state_bytes(self, numel: int) -> int:
         """State bytes of ``numel`` elements, a multiple of `ALIGNMENT`."""
-        return sum(form.stored_bytes(numel) for form in self.forms.values())
+        return sum(form.stored_bytes(numel) for _, form in self.keys)
 
     @property
     def reads_master(self) -> bool:
-        """Whether a step reads ``master_param``; a float32 parameter is its own master even where a copy is kept."""
-        return self.master_param is not None and self.param_dtype != torch.float32
+        """Whether a step reads `MASTER_PARAM`; a float32 parameter is its own master even where a copy is kept."""
+        return self.param_dtype != torch.float32 and any(key == MASTER_PARAM for key, _ in self.keys)
 
 
 def _aligned(nbytes: int) -> int:
@@ -194,16 +190,6 @@ class Extent:
     def narrow(self, key: str, start: int, numel: int) -> Stored:
         """One key's elements ``[start, start + numel)``; ``start`` is a multiple of `ALIGNMENT`."""
         return self.stored[key].narrow(start, numel)
-
-    def state(self, *, init_moments: bool, init_master: bool) -> AdamState:
-        """All of it, as the kernels take it."""
-        return AdamState(
-            self.stored["exp_avg"],
-            self.stored["exp_avg_sq"],
-            self.stored.get("master_param"),
-            init_moments=init_moments,
-            init_master=init_master,
-        )
 
     def close(self) -> None:
         """Gives page locks back; views stay readable."""

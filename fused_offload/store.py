@@ -174,17 +174,8 @@ class StateStore:
         for param in params:
             resident = offloaded >= target
             offloaded += 0 if resident else sizes[id(param)]
-            forms = self._forms_of(param)
-            layouts.append(
-                Layout(
-                    local_of(param).device,
-                    param.dtype,
-                    forms["exp_avg"],
-                    forms["exp_avg_sq"],
-                    forms.get("master_param"),
-                    resident,
-                )
-            )
+            keys = tuple(self._forms_of(param).items())
+            layouts.append(Layout(local_of(param).device, param.dtype, keys, resident))
         return layouts
 
     def _state_bytes(self, param: torch.Tensor) -> int:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from .kernels.forms import SCALE_BLOCK, Stored
-from .kernels.reference import AdamState
+from .kernels.forms import SCALE_BLOCK
 from .plan import Chunk, CopyRange
 from .planner import ChunkKind
-from .staging import Slot
-from .storage import ArrayPlace, Extent
+from .rules.base import MASTER_PARAM, Phase
+from .storage import ArrayPlace, Extent, Layout
 from .window import WindowBlock
 
 
@@ -42,23 +41,26 @@ class ChunkTransfer(NamedTuple):
     place: ArrayPlace
 
 
-def chunk_transfer(chunk: Chunk, kind: ChunkKind) -> ChunkTransfer:
-    """The copies of one chunk.
+def chunk_transfer(chunk: Chunk, kind: ChunkKind, phase: Phase) -> ChunkTransfer:
+    """The copies of one chunk in one phase of the rule.
 
-    State that is still at its initial value is not read, and neither is the master of a float32 parameter, which is its
-    own master; all state is written back.
+    State at its initial value is not read, and neither is the master of a float32 parameter, which is its own master.
     """
     layout = kind.extent.layout
-    place = ArrayPlace(layout.forms, chunk.numel)
-    read = set() if kind.init_moments else {"exp_avg", "exp_avg_sq"}
-    if layout.reads_master and not kind.init_master:
-        read.add("master_param")
-    copies = {key: _key_copies(kind.extent, key, place, chunk.ranges) for key in layout.forms}
+    moved = {key: form for key, form in layout.keys if key in phase.reads | phase.writes}
+    place = ArrayPlace(moved, chunk.numel)
+    copies = {key: _key_copies(kind.extent, key, place, chunk.ranges) for key in moved}
+    read = _keys_read(layout) & phase.reads - kind.initial
     return ChunkTransfer(
-        tuple(copy for key in layout.forms if key in read for copy in copies[key]),
-        tuple(copy for key in layout.forms for copy in copies[key]),
+        tuple(copy for key in moved if key in read for copy in copies[key]),
+        tuple(copy for key in moved if key in phase.writes for copy in copies[key]),
         place,
     )
+
+
+def _keys_read(layout: Layout) -> set[str]:
+    """Keys of a layout that a step may read."""
+    return {key for key, _ in layout.keys if key != MASTER_PARAM or layout.reads_master}
 
 
 def block_transfer(block: WindowBlock) -> tuple[Copy, ...]:
@@ -68,14 +70,14 @@ def block_transfer(block: WindowBlock) -> tuple[Copy, ...]:
     """
     layout, place = block.extent.layout, block.place
     whole = (CopyRange(block.start, block.numel, 0),)
-    keys = [key for key in layout.forms if key != "master_param" or layout.reads_master]
-    return tuple(copy for key in keys for copy in _key_copies(block.extent, key, place, whole))
+    read = _keys_read(layout)
+    return tuple(copy for key, _ in layout.keys if key in read for copy in _key_copies(block.extent, key, place, whole))
 
 
-def block_write_back(block: WindowBlock, chunk: Chunk) -> tuple[Copy, ...]:
-    """The copies that bring what one chunk updated in a block back to the slabs."""
+def block_write_back(block: WindowBlock, chunk: Chunk, phase: Phase) -> tuple[Copy, ...]:
+    """The copies that bring what one phase of a chunk wrote in a block back to the slabs."""
     ranges = tuple(CopyRange(start, numel, start - block.start) for start, numel, _ in chunk.ranges)
-    keys = block.extent.layout.forms
+    keys = [key for key, _ in block.extent.layout.keys if key in phase.writes]
     return tuple(copy for key in keys for copy in _key_copies(block.extent, key, block.place, ranges))
 
 
@@ -94,18 +96,6 @@ def _key_copies(extent: Extent, key: str, place: ArrayPlace, ranges: tuple[CopyR
                 )
             )
     return copies
-
-
-def slot_state(slot: Slot, place: ArrayPlace, kind: ChunkKind) -> AdamState:
-    """A chunk's state in a slot, as the kernel takes it."""
-    stored: dict[str, Stored] = place.carve(slot.memory)
-    return AdamState(
-        stored["exp_avg"],
-        stored["exp_avg_sq"],
-        stored.get("master_param"),
-        init_moments=kind.init_moments,
-        init_master=kind.init_master,
-    )
 
 
 def bytes_of(copies: Iterable[Copy]) -> int:

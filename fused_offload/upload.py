@@ -1,9 +1,9 @@
-"""What a step tells the device besides the state: addresses and bias corrections, in one small copy."""
+"""What a step tells the device besides the state: addresses and values by skips, in one small copy."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ class UploadBuffer:
     def send(
         self,
         table: AddressTable,
-        corrections: Mapping[int, list[tuple[float, float]]],
+        skip_rows: Mapping[int, Sequence[tuple[float, ...]]],
         stream: int,
         record: Callable[[], Any],
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
@@ -45,17 +45,17 @@ class UploadBuffer:
 
         Args:
             table: this step's addresses.
-            corrections: per group both bias corrections by the number of skips.
+            skip_rows: per group the rule's `UpdateRule.skip_rows`; of one width.
             stream: raw handle of the current stream.
             record: records an event on it.
 
         Returns:
-            The rows on the device, ``[rows, 6]`` int64, and each group's corrections, ``[., 2]`` float32.
+            The rows on the device, ``[rows, 6]`` int64, and each group's skip rows, ``[., width]`` float32.
         """
-        if not corrections and self._holds == (id(table), table.version):
+        if not skip_rows and self._holds == (id(table), table.version):
             return self._rows, {}
-        pairs = [pair for rows in corrections.values() for pair in rows]
-        values = torch.tensor(pairs, dtype=torch.float32, device="cpu")  # whatever torch's default device is
+        values_by_skips = [row for rows in skip_rows.values() for row in rows]
+        values = torch.tensor(values_by_skips, dtype=torch.float32, device="cpu")  # whatever torch's default device is
         nbytes = table.nbytes + values.nbytes
         self._holds = (0, -1)  # until all of it is enqueued
         if nbytes > self._memory.numel():
@@ -69,14 +69,15 @@ class UploadBuffer:
         self._pieces.append((host, record()))
         self._table, self._holds = table, (id(table), table.version)
         self._rows = self._memory[: table.nbytes].view(torch.int64).view(table.rows.shape)
-        return self._rows, self._split(corrections, self._memory[table.nbytes : nbytes].view(torch.float32).view(-1, 2))
+        on_device = self._memory[table.nbytes : nbytes].view(torch.float32).view(values.shape)
+        return self._rows, self._split(skip_rows, on_device)
 
     @staticmethod
-    def _split(corrections: Mapping[int, list[Any]], values: torch.Tensor) -> dict[int, torch.Tensor]:
+    def _split(skip_rows: Mapping[int, Sequence[Any]], values: torch.Tensor) -> dict[int, torch.Tensor]:
         rows, first = {}, 0
-        for group, pairs in corrections.items():
-            rows[group] = values[first : first + len(pairs)]
-            first += len(pairs)
+        for group, taken in skip_rows.items():
+            rows[group] = values[first : first + len(taken)]
+            first += len(taken)
         return rows
 
     def _piece(self, nbytes: int) -> torch.Tensor:

@@ -15,10 +15,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fused_offload.kernels import adam, forms
-from fused_offload.kernels.adam import AmpSignals, LaunchKind
+from fused_offload.kernels import forms
+from fused_offload.kernels.adam import launch as adam
+from fused_offload.kernels.adam.reference import AdamState, adam_scalars
 from fused_offload.kernels.forms import SCALE_BLOCK, Form, Stored
-from fused_offload.kernels.reference import AdamState, adam_scalars
+from fused_offload.kernels.launch import TABLE_COLUMNS, LaunchKind, ScalerSignals
 
 TYPES = {
     torch.float32: "fp32",
@@ -38,7 +39,7 @@ def type_of(value: object) -> str:
 
 
 def compile_step(
-    exp_avg: Form, exp_avg_sq: Form, master: Form, *, amp: AmpSignals, max_programs: int | None, target: int = HOPPER
+    exp_avg: Form, exp_avg_sq: Form, master: Form, *, amp: ScalerSignals, max_programs: int | None, target: int = HOPPER
 ) -> str:
     """PTX of one step of bfloat16 parameters."""
 
@@ -50,10 +51,10 @@ def compile_step(
     )
     state = AdamState(stored(exp_avg), stored(exp_avg_sq), stored(master))
     kind = LaunchKind(torch.bfloat16, torch.bfloat16, max_programs=max_programs)
-    table = torch.empty(1, adam.TABLE_COLUMNS, dtype=torch.int64)
+    table = torch.empty(1, TABLE_COLUMNS, dtype=torch.int64)
     arguments = adam._arguments(table, 1, 1, state, scalars, kind, amp)
     options = {name: arguments.pop(name) for name in ("num_warps", "enable_fp_fusion")}
-    kernel = adam._adam_kernel
+    kernel = adam.adam_kernel
     constants = {
         param.name: arguments[param.name]
         for param in kernel.params
@@ -72,10 +73,10 @@ def main() -> None:
     parser.add_argument("--target", type=int, nargs="+", default=[HOPPER])
     options = parser.parse_args()
     one = torch.ones(1)
-    skipping = AmpSignals(one, one, torch.ones(1, dtype=torch.int64), torch.ones(1, 2))
+    skipping = ScalerSignals(one, one, torch.ones(1, dtype=torch.int64), torch.ones(1, 2))
     forms_of = options.exp_avg, options.exp_avg_sq, options.master
     for target in options.target:
-        for amp, max_programs in ((AmpSignals(), None), (skipping, 32)):
+        for amp, max_programs in ((ScalerSignals(), None), (skipping, 32)):
             ptx = compile_step(*forms_of, amp=amp, max_programs=max_programs, target=target)
             assert "st.global" in ptx
             assert f".target sm_{target}" in ptx

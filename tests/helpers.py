@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from fused_offload import FusedOffloadAdam
+from fused_offload.kernels.adam.reference import AdamState, adam_scalars, adam_step_
 from fused_offload.kernels.forms import (
     BF16,
     FP16,
@@ -26,7 +27,6 @@ from fused_offload.kernels.forms import (
     encode_,
     rounding_counter,
 )
-from fused_offload.kernels.reference import AdamState, adam_scalars, adam_step_
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores, and most tensors here are small

@@ -26,7 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from fused_offload import cuda_driver, engine
-from fused_offload.kernels import adam, reference
+from fused_offload.kernels.adam import launch as adam
+from fused_offload.kernels.adam import reference
+from fused_offload.kernels.launch import ScalerSignals
 from fused_offload.pipeline import Pipeline
 from fused_offload.queues import DeviceQueues
 from fused_offload.skips import SkipCounter
@@ -37,7 +39,7 @@ from fused_offload.upload import UploadBuffer
 
 _ALIGNMENT = 512
 _GPU = torch.device("cuda", 0)
-_NO_SIGNALS = adam.AmpSignals()
+_NO_SIGNALS = ScalerSignals()
 
 
 class Schedule(NamedTuple):
@@ -398,19 +400,19 @@ class SimulatedDevice:
         self.put(self.current, run)
 
     def _adam_step(
-        self, table: torch.Tensor, state: Any, scalars: Any, kind: Any, amp: adam.AmpSignals = _NO_SIGNALS
+        self, table: torch.Tensor, state: Any, scalars: Any, kind: Any, amp: ScalerSignals = _NO_SIGNALS
     ) -> None:
         if isinstance(scalars.lr, torch.Tensor):
             scalars = scalars._replace(lr=scalars.lr.item())
         skip, writes = False, True
         if amp.found_inf is not None:
             assert amp.skips is not None
-            assert amp.corrections is not None
+            assert amp.skip_rows is not None
             skip = bool(amp.found_inf.item() != 0)
             row = int(amp.skips.item()) - amp.skips_before
-            if not 0 <= row < len(amp.corrections):
-                raise DeviceFault(f"a kernel reads row {row} of {len(amp.corrections)} bias corrections")
-            correction1, correction2 = amp.corrections[row].tolist()
+            if not 0 <= row < len(amp.skip_rows):
+                raise DeviceFault(f"a kernel reads row {row} of {len(amp.skip_rows)} bias corrections")
+            correction1, correction2 = amp.skip_rows[row].tolist()
             scalars = scalars._replace(
                 bias_correction1=correction1, bias_correction2=correction2, step=max(1, scalars.step - row)
             )

@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fused_offload.checkpoint
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS
+from fused_offload.kernels.adam.reference import AdamState, adam_scalars, adam_step_
 from fused_offload.kernels.forms import FP16, SCALE_BLOCK, Form, Stored, decode, encode_
-from fused_offload.kernels.reference import AdamState, adam_scalars, adam_step_
 from fused_offload.state import StateEntry, set_scaled
 
 Bits = dict[str, torch.Tensor]

@@ -16,10 +16,12 @@ pytest.importorskip("triton")
 
 import cpu_pipeline
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, stepper
-from fused_offload.kernels import adam
-from fused_offload.kernels.reference import adam_scalars
-from fused_offload.pipeline import Pipeline
+from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.kernels.adam import kernel
+from fused_offload.kernels.adam import launch as adam
+from fused_offload.kernels.adam.reference import adam_scalars
+from fused_offload.launches import Launches
+from fused_offload.rules.adam import AdamRule
 
 pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
 COMPILE_STEP = adam.compile_step  # which the pipeline on the CPU has no use for
@@ -30,9 +32,9 @@ def variant(*launch: Any) -> Any:
 
     def of(name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value.dtype, name in adam._OF_ANY_ALIGNMENT or value.data_ptr() % 16 == 0
+            return value.dtype, name in kernel._OF_ANY_ALIGNMENT or value.data_ptr() % 16 == 0
         if name.islower() and type(value) is int and name != "num_warps":
-            return None if name in adam._OF_ANY_VALUE else (value == 1, value % 16 == 0)
+            return None if name in kernel._OF_ANY_VALUE else (value == 1, value % 16 == 0)
         return float if type(value) is float else value
 
     return tuple((name, of(name, value)) for name, value in adam._arguments(*launch).items())
@@ -56,14 +58,14 @@ class Kernels:
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch, pipeline_on_the_cpu: None) -> Kernels:
     kernels = Kernels()
-    original = stepper._scalars
+    original = AdamRule.step_values
 
-    def scalars(group: dict[str, Any], *arguments: Any, **options: Any) -> Any:
+    def step_values(rule: AdamRule, group: dict[str, Any], step: int) -> Any:
         """Learning rates in tensors stay there, as those on a GPU do."""
-        made, lr = original(group, *arguments, **options), group["lr"]
+        made, lr = original(rule, group, step), group["lr"]
         return made._replace(lr=lr) if isinstance(lr, torch.Tensor) else made
 
-    monkeypatch.setattr(stepper, "_scalars", scalars)
+    monkeypatch.setattr(AdamRule, "step_values", step_values)
     monkeypatch.setattr(adam, "compile_step", kernels.compile_step)
     monkeypatch.setattr(adam, "adam_step_", kernels.adam_step_)
     return kernels
@@ -138,11 +140,8 @@ def test_a_steady_step_asks_once_a_chunk(kernels: Kernels, monkeypatch: pytest.M
     """Looking whether everything is compiled costs the host as much as a part of the launches."""
     optimizer = make(OffloadConfig(chunk_bytes=4096))
     asked: list[Any] = []
-    monkeypatch.setattr(Pipeline, "_compile", lambda self, *arguments: kernels.compile_step(*arguments))
-    original = Pipeline._arguments
-    monkeypatch.setattr(
-        Pipeline, "_arguments", lambda self, *arguments: asked.append(None) or original(self, *arguments)
-    )
+    original = Launches._shared
+    monkeypatch.setattr(Launches, "_shared", lambda self, index: asked.append(index) or original(self, index))
     with_grads(optimizer)
     for _ in range(3):
         optimizer.step()
@@ -166,7 +165,7 @@ def test_what_is_compiled_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
             done.append("compiled")
             return Compiled()
 
-    monkeypatch.setattr(adam, "_adam_kernel", Kernel())
+    monkeypatch.setattr(adam, "adam_kernel", Kernel())
     monkeypatch.setattr(adam, "_arguments", lambda *_: {})
     nothing: Any = None
     COMPILE_STEP(nothing, nothing, nothing, nothing, nothing)
@@ -184,9 +183,9 @@ def test_a_mode_that_is_given_as_a_number_is_no_other_kernel() -> None:
 
 _IN_A_PROCESS = """
 import os, pwd, stat, sys
-from fused_offload.kernels import adam
+from fused_offload.kernels import launch
 {before}
-adam._ensure_writable_cache()
+launch._ensure_writable_cache()
 folder = os.environ.get("TRITON_CACHE_DIR", "")
 if folder:
     status = os.stat(folder)

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from simulated_device import SimulatedDevice
 
 from fused_offload import FusedOffloadAdam, OffloadConfig, cuda_driver, upload
-from fused_offload.kernels import adam
+from fused_offload.kernels.adam import launch as adam
 
 pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
 

@@ -12,7 +12,7 @@ import torch
 from gpu_training import FORMS, Outcome, assert_same, make_params, outcome, set_grads
 
 from fused_offload import FusedOffloadAdam, OffloadConfig, cuda_driver, in_backward, stepper
-from fused_offload.kernels import adam
+from fused_offload.kernels.adam import launch as adam
 from fused_offload.window import blocks_of
 
 pytestmark = pytest.mark.gpu

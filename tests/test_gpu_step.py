@@ -14,7 +14,7 @@ import torch
 from gpu_training import FORMS, make_params, set_grads
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
-from fused_offload.kernels import adam
+from fused_offload.kernels.adam import launch as adam
 
 pytestmark = pytest.mark.gpu
 
@@ -163,7 +163,7 @@ def test_learning_rate_on_the_device_is_read_by_the_kernel() -> None:
 
 
 def test_new_learning_rates_compile_nothing() -> None:
-    from fused_offload.kernels import adam
+    from fused_offload.kernels.adam import launch as adam
 
     params = make_params(((1000, 1000), (17,)))
     optimizer = FusedOffloadAdam(params, offload=SMALL)
@@ -173,7 +173,7 @@ def test_new_learning_rates_compile_nothing() -> None:
 
     def cached() -> int:
         return sum(
-            len(entry[0] if isinstance(entry, tuple) else entry) for entry in adam._adam_kernel.device_caches.values()
+            len(entry[0] if isinstance(entry, tuple) else entry) for entry in adam.adam_kernel.device_caches.values()
         )
 
     compiled = cached()

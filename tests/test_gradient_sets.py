@@ -14,7 +14,7 @@ import torch
 from cpu_pipeline import pipeline_on_the_cpu  # noqa: F401
 
 from fused_offload import FusedOffloadAdam, OffloadConfig, in_backward
-from fused_offload.kernels import adam
+from fused_offload.kernels.adam import launch as adam
 
 SHAPE = (16,)
 

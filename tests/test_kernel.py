@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
-from fused_offload.kernels import adam
-from fused_offload.kernels.adam import TABLE_COLUMNS, AmpSignals, LaunchKind, programs_of
+from fused_offload.kernels.adam import launch as adam
+from fused_offload.kernels.adam.reference import AdamScalars, AdamState, adam_scalars, adam_step_
 from fused_offload.kernels.forms import (
     BF16,
     BF16_STOCHASTIC,
@@ -40,7 +40,7 @@ from fused_offload.kernels.forms import (
     rounding_counter,
     split_remainder_,
 )
-from fused_offload.kernels.reference import AdamScalars, AdamState, adam_scalars, adam_step_
+from fused_offload.kernels.launch import TABLE_COLUMNS, LaunchKind, ScalerSignals, programs_of
 
 GUARD = 64  # elements of random bits on both sides of every parameter and gradient
 SIZES = (1, 3, 127, 128, 129, 1023, 1024, 1025, 3 * 1024 + 17)
@@ -267,7 +267,7 @@ class World:
         self,
         scalars: AdamScalars,
         pieces: Sequence[Piece],
-        amp: AmpSignals | None = None,
+        amp: ScalerSignals | None = None,
         *,
         aligned: bool = False,
         numerics: str = "ieee",
@@ -282,7 +282,7 @@ class World:
         table = torch.tensor([*rows, [0, 0, 0, 0, 2**40, 0]], device=self.params[0].device)
         assert table.shape[1] == TABLE_COLUMNS
         kind = LaunchKind(self.setup.param_dtype, self.setup.grad_dtype, numerics=numerics, aligned=aligned)
-        adam.adam_step_(table, len(rows), programs, self.state, scalars, kind, amp or AmpSignals())
+        adam.adam_step_(table, len(rows), programs, self.state, scalars, kind, amp or ScalerSignals())
 
 
 def assert_same_memory(actual: World, expected: World) -> None:
@@ -563,7 +563,7 @@ def test_gradients_are_divided_by_the_scale_on_the_device(
 ) -> None:
     setup = Setup(grad_dtype=grad_dtype)
     actual, expected = both(setup, (129,), device, steps=1)
-    amp = AmpSignals(grad_scale=torch.tensor([scale], device=device))
+    amp = ScalerSignals(grad_scale=torch.tensor([scale], device=device))
     actual.kernel_step(scalars_of(setup, 2), actual.pieces(), amp)
     expected.reference_step(scalars_of(setup, 2), expected.pieces(), grad_scale=scale)
     assert_same_memory(actual, expected)
@@ -571,16 +571,16 @@ def test_gradients_are_divided_by_the_scale_on_the_device(
 
 def signals(
     device: torch.device, *, found_inf: float, skips: int = 0, skips_before: int = 0, step: int = 2
-) -> AmpSignals:
+) -> ScalerSignals:
     """Bias corrections for every number of skips that would still leave a step."""
     corrections = [
         [scalars.bias_correction1, scalars.bias_correction2]
         for scalars in (scalars_of(Setup(), step - skips_before - row) for row in range(step - skips_before))
     ]
-    return AmpSignals(
+    return ScalerSignals(
         found_inf=torch.tensor([found_inf], device=device),
         skips=torch.tensor([skips], device=device),
-        corrections=torch.tensor(corrections, dtype=torch.float32, device=device),
+        skip_rows=torch.tensor(corrections, dtype=torch.float32, device=device),
         skips_before=skips_before,
     )
 

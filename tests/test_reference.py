@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from fused_offload.kernels import reference
+from fused_offload.kernels.adam import reference
+from fused_offload.kernels.adam.reference import AdamScalars, AdamState, adam_scalars, adam_step_, bias_correction
 from fused_offload.kernels.forms import (
     BF16,
     BF16_STOCHASTIC,
@@ -28,7 +29,6 @@ from fused_offload.kernels.forms import (
     decode,
     rounding_counter,
 )
-from fused_offload.kernels.reference import AdamScalars, AdamState, adam_scalars, adam_step_, bias_correction
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

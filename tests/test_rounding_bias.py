@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from fused_offload.kernels import adam, reference
-from fused_offload.kernels.adam import LaunchKind, programs_of
+from fused_offload.kernels.adam import launch as adam
+from fused_offload.kernels.adam import reference
+from fused_offload.kernels.adam.reference import AdamScalars, AdamState, adam_scalars
 from fused_offload.kernels.forms import (
     BF16_STOCHASTIC,
     LOG8,
@@ -29,7 +30,7 @@ from fused_offload.kernels.forms import (
     rounding_counter,
     rounding_thresholds,
 )
-from fused_offload.kernels.reference import AdamScalars, AdamState, adam_scalars
+from fused_offload.kernels.launch import LaunchKind, programs_of
 
 STANDARD_ERRORS = 5.0
 SNAPSHOTS = (60, 400)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fused_offload import FusedOffloadAdam
-from fused_offload.arguments import moment_forms, standing_moment
+from fused_offload.arguments import moment_forms, standing_average
 from fused_offload.kernels.forms import SCALE_BLOCK, Stored, decode, encode_
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
@@ -32,7 +32,7 @@ def test_warns_exactly_where_a_decay_is_rounded_away(dtype: torch.dtype, moment:
     stored = Stored(form, torch.empty(SCALE_BLOCK, dtype=dtype), torch.empty(1) if form.scaled else None)
     encode_(stored, start * beta)
     stands = torch.equal(decode(stored), start)
-    message = standing_moment(betas, forms)
+    message = standing_average(dict(zip(("exp_avg", "exp_avg_sq"), betas, strict=True)), forms)
     assert (message is not None) == (stands and not form.stochastic)
     assert message is None or message.startswith(f"{moment} in {dtype} is rounded to the nearest and stands still")
 

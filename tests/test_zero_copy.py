@@ -14,7 +14,7 @@ import cpu_pipeline
 
 from fused_offload import FusedOffloadAdam, OffloadConfig, window
 from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, DEFAULT_PROGRAMS, MIB
-from fused_offload.kernels import adam
+from fused_offload.kernels.adam import launch as adam
 from fused_offload.streaming import Streaming, streaming_of
 
 pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
@@ -36,14 +36,14 @@ FORMS: dict[str, dict[str, Any]] = {
 def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Programs of every launch."""
     launched: list[int] = []
-    kernel = adam._adam_kernel
+    kernel = adam.adam_kernel
 
     class Watched:
         def __getitem__(self, grid: tuple[int]) -> Any:
             launched.append(grid[0])
             return kernel[grid]
 
-    monkeypatch.setattr(adam, "_adam_kernel", Watched())
+    monkeypatch.setattr(adam, "adam_kernel", Watched())
     return launched
 
 

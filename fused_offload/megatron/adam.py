@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from fused_offload.arguments import check_hyperparameters, checked_step
-from fused_offload.checkpoint import check_settings, merged_group, pack
+from fused_offload.adam import FusedOffloadAdam
+from fused_offload.arguments import checked_step
+from fused_offload.checkpoint import merged_group, pack
 from fused_offload.dcp_calls import Wanted
 from fused_offload.dtensors import local_of
-from fused_offload.optimizer import FusedOffloadAdam
 from fused_offload.plan import align
 from fused_offload.tensors import has_own_memory
 from fused_offload.updates import check_params
@@ -195,12 +195,13 @@ class MegatronAdam(FusedOffloadAdam):
             super().load_state_dict(state_dict)
             return
         self._wait_for_state()
+        rule = self._rule()
         loaded = []
         for index, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
-            check_settings(saved, index, bool(self.adam_w_mode))
+            rule.check_saved_group(saved, index)
             step = checked_step(saved["step"]) if "step" in saved else None
-            loaded.append({**group, **merged_group(_without_hybrid_settings(saved), group, step)})
-            check_hyperparameters(loaded[-1])
+            loaded.append({**group, **merged_group(_without_hybrid_settings(saved), group, step, rule)})
+            rule.check_group(loaded[-1])
         self.param_groups = loaded
 
 

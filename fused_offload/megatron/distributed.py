@@ -250,7 +250,7 @@ class DistributedHooks:
                 for key in ("param", "exp_avg", "exp_avg_sq"):
                     if not isinstance(tensors[key], torch.Tensor) or tensors[key].shape != (numel,):
                         raise ValueError(f"loaded state dict has no tensor of {numel} elements as {key}")
-                    check_storable(key, torch.float32, tensors[key])
+                    check_storable(key, torch.float32, tensors[key], nonnegative=key == "exp_avg_sq")
                 if buffer.param_dtype == torch.bfloat16:
                     masters.append((tensors["param"], None))
         if self.inner.master_weights and are_remainders(masters):

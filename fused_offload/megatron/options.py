@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fused_offload import quantities
-from fused_offload.arguments import check_modes, check_rounding
+from fused_offload.arguments import check_master_dtype, check_modes, check_rounding
 from fused_offload.config import OffloadConfig
 from fused_offload.dtensors import local_of
 from fused_offload.tensors import has_own_memory
@@ -157,11 +157,10 @@ def check_config(config: Any) -> None:
             "do not install FusedOffloadAdam."
         )
     if config.use_precision_aware_optimizer:
+        check_master_dtype(config.main_params_dtype)
         check_modes(
             amsgrad=False,
             capturable=False,
-            master_weights=True,
-            master_weight_dtype=config.main_params_dtype,
             exp_avg_dtype=config.exp_avg_dtype,
             exp_avg_sq_dtype=config.exp_avg_sq_dtype,
             numerics="ieee",

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from fused_offload.optimizer import FusedOffloadAdam
+from fused_offload.adam import FusedOffloadAdam
 
 _COMPARED_RELEASE = "2.20.2"
 _COMPARED_CAPABILITY = (9, 0)

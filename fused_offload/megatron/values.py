@@ -67,7 +67,8 @@ def check_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, 
         is_remainder = key == "param" and value.dtype == torch.int16
         if is_remainder and not (inner.master_weights and param.dtype == torch.bfloat16):
             raise TypeError(f"loaded state dict has 16-bit remainders of a {param.dtype} parameter's master weights")
-        check_storable(key, torch.int16 if is_remainder else torch.float32, value)
+        kept = torch.int16 if is_remainder else torch.float32
+        check_storable(key, kept, value, nonnegative=key == "exp_avg_sq")
 
 
 def write_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, Any]) -> None:

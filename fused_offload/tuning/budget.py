@@ -16,6 +16,7 @@ from fused_offload.kernels.forms import REMAINDER, Form
 from fused_offload.plan import ALIGNMENT, align
 from fused_offload.profiles import Profile
 from fused_offload.quantities import MOST_PARAMS
+from fused_offload.rules.base import MASTER_PARAM
 from fused_offload.staging import RingNeed
 from fused_offload.storage import Layout, extent_place, slot_bytes
 from fused_offload.streaming import streaming_of
@@ -70,19 +71,15 @@ class Training:
         """
         if self.master == "remainder" and self.param_dtype != "bf16":
             raise ValueError("a remainder needs bf16 parameters: it is the half of the master that they do not hold")
-        master: Form | None = None
+        forms: dict[str, Form] = {
+            "exp_avg": EXP_AVG_FORMS[STORED_DTYPES[self.exp_avg]],
+            "exp_avg_sq": EXP_AVG_SQ_FORMS[STORED_DTYPES[self.exp_avg_sq]],
+        }
         if self.master == "remainder":
-            master = REMAINDER
+            forms[MASTER_PARAM] = REMAINDER
         elif self.master != "none":
-            master = MASTER_FORMS[PARAM_DTYPES[self.master]]
-        return Layout(
-            torch.device("cuda"),
-            PARAM_DTYPES[self.param_dtype],
-            EXP_AVG_FORMS[STORED_DTYPES[self.exp_avg]],
-            EXP_AVG_SQ_FORMS[STORED_DTYPES[self.exp_avg_sq]],
-            master,
-            resident=False,
-        )
+            forms[MASTER_PARAM] = MASTER_FORMS[PARAM_DTYPES[self.master]]
+        return Layout(torch.device("cuda"), PARAM_DTYPES[self.param_dtype], tuple(forms.items()), resident=False)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from registry import NotInReleaseError
 import fused_offload.megatron as fom
 from fused_offload import OffloadConfig
 from fused_offload.dtensors import is_distributed, local_of
-from fused_offload.kernels.reference import adam_step_
+from fused_offload.kernels.adam.reference import adam_step_
 from fused_offload.megatron.adam import MegatronAdam
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

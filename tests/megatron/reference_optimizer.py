@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fused_offload.kernels.adam.reference import AdamScalars, AdamState, adam_scalars, adam_step_
 from fused_offload.kernels.forms import (
     BF16,
     FP32,
@@ -19,7 +20,6 @@ from fused_offload.kernels.forms import (
     encode_,
     rounding_counter,
 )
-from fused_offload.kernels.reference import AdamScalars, AdamState, adam_scalars, adam_step_
 
 _MOMENT_FORMS = {torch.float32: (FP32, FP32), torch.bfloat16: (BF16, BF16), torch.uint8: (ROOT8, LOG8)}
 _KEYS = ("exp_avg", "exp_avg_sq", "master_param")

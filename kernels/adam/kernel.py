@@ -1,23 +1,11 @@
-"""The fused Adam kernel and its launcher: one launch updates any number of parameters of one chunk.
-
-Parameters and gradients stay where they are. A table of int64 rows says where: one row per piece (the part of one
-parameter that lies in the chunk), and each program finds its piece by bisection.
-"""
+"""The fused Adam kernel: one launch updates any number of parameters of one chunk."""
 
 from __future__ import annotations
 
-import atexit
-import functools
-import os
-import shutil
-import tempfile
-from typing import Any, NamedTuple
-
-import torch
 import triton
 import triton.language as tl
 
-from .formats import (
+from fused_offload.kernels.formats import (
     bf16_to_fp32,
     join_remainder,
     load_fp32,
@@ -29,19 +17,7 @@ from .formats import (
     store_raw,
     store_state,
 )
-from .forms import Whole
-from .reference import AdamScalars, AdamState
-
-BLOCK_NUMEL = 1024
-"""Elements that one program updates; a multiple of the scale block."""
-
-TABLE_COLUMNS = 6
-"""int64 columns of a table row: first program, parameter address, gradient address, state start, numel, counter.
-
-The addresses are in bytes and point to the piece's first element. The state start is in elements from the state
-pointers and a multiple of 128. First programs are counted from the launch's own program 0. The counter is
-`forms.Rounding.counter` of the piece's first element.
-"""
+from fused_offload.kernels.launch_triton import piece_of_program, typed_pointer
 
 
 @triton.jit
@@ -92,31 +68,6 @@ def _sqrt(a, NUMERICS: tl.constexpr):
         )
     else:
         return tl.sqrt_rn(a)
-
-
-@triton.jit
-def _piece_of_program(table_ptr, rows, pid):
-    """The last row whose first program is not after ``pid``."""
-    low = pid * 0
-    high = low + rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        here = tl.load(table_ptr + middle * 6) <= pid
-        low = tl.where(here, middle, low)
-        high = tl.where(here, high, middle)
-    return low
-
-
-@triton.jit
-def _typed_pointer(address, FORM: tl.constexpr, ALIGNED: tl.constexpr):
-    if ALIGNED:
-        address = tl.multiple_of(address, 16)
-    if FORM == "bf16":
-        return address.to(tl.pointer_type(tl.int16))
-    elif FORM == "fp16":
-        return address.to(tl.pointer_type(tl.float16))
-    else:
-        return address.to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
@@ -201,7 +152,7 @@ def _update_block(
 
     p_model_new = p
     if CAN_SKIP:
-        # Only reached with skip set where state was never written: give it its initial value (see _adam_kernel).
+        # Only reached with skip set where state was never written: give it its initial value (see adam_kernel).
         m_new = tl.where(skip, m, m_new)
         v_new = tl.where(skip, v, v_new)
         p = tl.where(skip, p_before, p)
@@ -270,13 +221,13 @@ def _update_program(
     BLOCK: tl.constexpr,
 ):
     """Updates one block, the one that program ``pid`` of a launch without bound updates."""
-    row = _piece_of_program(table_ptr, rows, pid)
+    row = piece_of_program(table_ptr, rows, pid)
     base = table_ptr + row * 6
     inside = (pid - tl.load(base)).to(tl.int64) * BLOCK
     param_bytes: tl.constexpr = 4 if PARAM == "fp32" else 2
     grad_bytes: tl.constexpr = 4 if GRAD == "fp32" else 2
-    param_ptr = _typed_pointer(tl.load(base + 1) + inside * param_bytes, PARAM, ALIGNED)
-    grad_ptr = _typed_pointer(tl.load(base + 2) + inside * grad_bytes, GRAD, ALIGNED)
+    param_ptr = typed_pointer(tl.load(base + 1) + inside * param_bytes, PARAM, ALIGNED)
+    grad_ptr = typed_pointer(tl.load(base + 2) + inside * grad_bytes, GRAD, ALIGNED)
     start = tl.multiple_of(tl.load(base + 3) + inside, 128)
     numel = tl.load(base + 4) - inside
     counter = tl.load(base + 5) + inside
@@ -307,8 +258,8 @@ first launch has to be that of all of them."""
 
 
 @triton.jit(do_not_specialize=_OF_ANY_VALUE, do_not_specialize_on_alignment=_OF_ANY_ALIGNMENT)
-def _adam_kernel(
-    table_ptr,  # [rows, 6] int64, see TABLE_COLUMNS
+def adam_kernel(
+    table_ptr,  # [rows, 6] int64, see launch.TABLE_COLUMNS
     rows,
     blocks,  # programs that a launch without bound takes; only read with LOOP
     exp_avg_ptr,  # [numel] stored form, updated in place
@@ -348,6 +299,7 @@ def _adam_kernel(
     LOOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """One launch: a program per block, or a bounded number that take blocks in turn."""
     SCALED_GRAD: tl.constexpr = grad_scale_ptr is not None
     CAN_SKIP: tl.constexpr = found_inf_ptr is not None
     # State that no earlier step wrote, or that is written without being read, must be written even by a skipped step:
@@ -389,185 +341,3 @@ def _adam_kernel(
                 PARAM, GRAD, EXP_AVG, EXP_AVG_SQ, MASTER, INIT_MOMENTS, INIT_MASTER, ADAM_W, STOCHASTIC,
                 SCALED_GRAD, CAN_SKIP, NUMERICS, ALIGNED, BLOCK,
             )  # fmt: skip
-
-
-_FORM_OF_DTYPE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
-class AmpSignals(NamedTuple):
-    """Signals of a gradient scaler that the kernel reads on its own device, so that nothing waits for them.
-
-    Attributes:
-        grad_scale: ``[1]`` float32 that divides the gradients, or None.
-        found_inf: ``[1]`` float32, nonzero to skip the step, or None; the rest is None exactly if this is.
-        skips: ``[1]`` int64, steps skipped so far.
-        corrections: ``[., 2]`` float32; row ``skips - skips_before`` holds both bias corrections of this step.
-        skips_before: skips that row 0 of the corrections already counts.
-    """
-
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
-    skips: torch.Tensor | None = None
-    corrections: torch.Tensor | None = None
-    skips_before: int = 0
-
-
-class LaunchKind(NamedTuple):
-    """What one launch has in common and the kernel knows at compile time, next to the stored forms.
-
-    Attributes:
-        param_dtype: dtype of the parameters.
-        grad_dtype: dtype of the gradients.
-        numerics: ``"ieee"`` or ``"te"`` (NVIDIA GPUs only).
-        aligned: every address in the table is a multiple of 16 bytes.
-        max_programs: programs of the launch at most, each of which then updates several blocks in turn, or None for a
-            program a block. For state in page-locked host memory: more programs than keep the link busy only take
-            multiprocessors from what runs beside.
-    """
-
-    param_dtype: torch.dtype
-    grad_dtype: torch.dtype
-    numerics: str = "ieee"
-    aligned: bool = False
-    max_programs: int | None = None
-
-
-def programs_of(numel: Whole) -> Whole:
-    """Programs that a piece of ``numel`` elements takes."""
-    return -(-numel // BLOCK_NUMEL)
-
-
-def _pointer(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return tensor.view(torch.int16) if tensor is not None and tensor.dtype == torch.bfloat16 else tensor
-
-
-def _arguments(
-    table: torch.Tensor,
-    rows: int,
-    programs: int,
-    state: AdamState,
-    scalars: AdamScalars,
-    kind: LaunchKind,
-    amp: AmpSignals,
-) -> dict[str, Any]:
-    master = state.master_param
-    lr_on_device = isinstance(scalars.lr, torch.Tensor)
-    return {
-        "table_ptr": table,
-        "rows": rows,
-        "blocks": programs,
-        "exp_avg_ptr": _pointer(state.exp_avg.data),
-        "exp_avg_scale_ptr": state.exp_avg.scale,
-        "exp_avg_sq_ptr": _pointer(state.exp_avg_sq.data),
-        "exp_avg_sq_scale_ptr": state.exp_avg_sq.scale,
-        "master_ptr": None if master is None else master.data,
-        "master_scale_ptr": None if master is None else master.scale,
-        "rounding_seed": scalars.rounding_seed,
-        "rounding_step": scalars.step,
-        "lr": 0.0 if lr_on_device else scalars.lr,
-        "lr_ptr": scalars.lr if lr_on_device else None,
-        "beta1": scalars.beta1,
-        "one_minus_beta1": scalars.one_minus_beta1,
-        "beta2": scalars.beta2,
-        "one_minus_beta2": scalars.one_minus_beta2,
-        "eps": scalars.eps,
-        "weight_decay": scalars.weight_decay,
-        "bias_correction1": scalars.bias_correction1,
-        "bias_correction2": scalars.bias_correction2,
-        "corrections_ptr": amp.corrections,
-        "skips_ptr": amp.skips,
-        "skips_before": amp.skips_before,
-        "grad_scale_ptr": amp.grad_scale,
-        "found_inf_ptr": amp.found_inf,
-        "PARAM": _FORM_OF_DTYPE[kind.param_dtype],
-        "GRAD": _FORM_OF_DTYPE[kind.grad_dtype],
-        "EXP_AVG": state.exp_avg.form.name,
-        "EXP_AVG_SQ": state.exp_avg_sq.form.name,
-        "MASTER": "none" if master is None else master.form.name,
-        "INIT_MOMENTS": state.init_moments,
-        "INIT_MASTER": state.init_master,
-        "ADAM_W": scalars.adam_w_mode,
-        "STOCHASTIC": state.exp_avg.form.stochastic or state.exp_avg_sq.form.stochastic,
-        "NUMERICS": kind.numerics,
-        "ALIGNED": kind.aligned,
-        "LOOP": kind.max_programs is not None,
-        "BLOCK": BLOCK_NUMEL,
-        "num_warps": 4,
-        "enable_fp_fusion": False,
-    }
-
-
-def adam_step_(
-    table: torch.Tensor,
-    rows: int,
-    programs: int,
-    state: AdamState,
-    scalars: AdamScalars,
-    kind: LaunchKind,
-    amp: AmpSignals = AmpSignals(),  # noqa: B008 - immutable
-) -> None:
-    """Launches one Adam step of all pieces in the table on the current stream; `reference.adam_step_` specifies it.
-
-    Args:
-        table: ``[>= rows, 6]`` int64 on the parameters' device, see `TABLE_COLUMNS`. Parameters behind its addresses
-            are updated in place, gradients are only read.
-        rows: pieces, at least 1.
-        programs: sum of `programs_of` over the pieces.
-        state: stored state on the parameters' device or in page-locked host memory, updated in place at the rows' state
-            starts.
-        scalars: hyperparameters.
-        kind: dtypes, numerics, and a bound on the launch.
-        amp: gradient scaler's signals on the parameters' device.
-    """
-    grid = programs if kind.max_programs is None else min(programs, kind.max_programs)
-    _adam_kernel[(grid,)](**_arguments(table, rows, programs, state, scalars, kind, amp))
-
-
-@functools.cache
-def _ensure_writable_cache() -> None:
-    """Gives Triton a private folder until this process exits, where its own could not be written or is nowhere.
-
-    Without HOME and an entry in the users' database Triton's own would be a folder called ``~`` below the current one,
-    and compiled code of whoever made that would be loaded.
-    """
-    folder = os.environ.get("TRITON_CACHE_DIR")
-    if not folder:
-        folder = os.path.join(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
-    try:
-        if folder.startswith("~"):
-            raise OSError("no home folder")
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError:
-        folder = tempfile.mkdtemp(prefix="triton-cache-")  # for this user alone
-        os.environ["TRITON_CACHE_DIR"] = folder
-        atexit.register(_remove, folder, os.getpid())
-
-
-def _remove(folder: str, pid: int) -> None:
-    """Not at the exit of a forked child: its parent still compiles."""
-    if os.getpid() == pid:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def compile_step(
-    table: torch.Tensor, state: AdamState, scalars: AdamScalars, kind: LaunchKind, amp: AmpSignals
-) -> None:
-    """Compiles what `adam_step_` with such arguments would launch, and loads it on the device, without launching it.
-
-    A kernel that is loaded at its first launch can run out of memory in the middle of a step.
-    Where Triton's cache folder cannot be written (a read-only home), a private one is used until this process exits.
-
-    Args:
-        table: any int64 tensor on the device.
-        state: state of the forms to compile for.
-        scalars: only ``adam_w_mode`` and whether ``lr`` is a tensor matter.
-        kind: dtypes and numerics.
-        amp: only what is None matters.
-    """
-    _ensure_writable_cache()
-    kernel = _adam_kernel.warmup(**_arguments(table, 1, 1, state, scalars, kind, amp), grid=(1,))
-    load = getattr(kernel, "_init_handles", None)  # Triton has no other name for it; interpreted, nothing is loaded
-    if load is not None:
-        load()

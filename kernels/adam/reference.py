@@ -13,7 +13,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .forms import Rounding, Stored, decode, encode_, join_remainder, rounding_thresholds, split_remainder_
+from fused_offload.kernels.forms import (
+    Rounding,
+    Stored,
+    decode,
+    encode_,
+    join_remainder,
+    rounding_thresholds,
+    split_remainder_,
+)
 
 BLOCK_NUMEL = 128 * 1024
 """Elements updated at a time, a multiple of `SCALE_BLOCK`: small enough for the scratch to stay in cache, large enough

@@ -1,0 +1,1 @@
+"""Adam and AdamW: specification in plain torch, fused kernel, launch."""

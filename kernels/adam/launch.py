@@ -1,0 +1,115 @@
+"""Launches of the fused Adam kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fused_offload.kernels.launch import (
+    BLOCK_NUMEL,
+    NAME_OF_DTYPE,
+    LaunchKind,
+    ScalerSignals,
+    compile_and_load,
+    raw_pointer,
+)
+
+from .kernel import adam_kernel
+from .reference import AdamScalars, AdamState
+
+
+def _arguments(
+    table: torch.Tensor,
+    rows: int,
+    programs: int,
+    state: AdamState,
+    scalars: AdamScalars,
+    kind: LaunchKind,
+    signals: ScalerSignals,
+) -> dict[str, Any]:
+    master = state.master_param
+    lr_on_device = isinstance(scalars.lr, torch.Tensor)
+    return {
+        "table_ptr": table,
+        "rows": rows,
+        "blocks": programs,
+        "exp_avg_ptr": raw_pointer(state.exp_avg.data),
+        "exp_avg_scale_ptr": state.exp_avg.scale,
+        "exp_avg_sq_ptr": raw_pointer(state.exp_avg_sq.data),
+        "exp_avg_sq_scale_ptr": state.exp_avg_sq.scale,
+        "master_ptr": None if master is None else master.data,
+        "master_scale_ptr": None if master is None else master.scale,
+        "rounding_seed": scalars.rounding_seed,
+        "rounding_step": scalars.step,
+        "lr": 0.0 if lr_on_device else scalars.lr,
+        "lr_ptr": scalars.lr if lr_on_device else None,
+        "beta1": scalars.beta1,
+        "one_minus_beta1": scalars.one_minus_beta1,
+        "beta2": scalars.beta2,
+        "one_minus_beta2": scalars.one_minus_beta2,
+        "eps": scalars.eps,
+        "weight_decay": scalars.weight_decay,
+        "bias_correction1": scalars.bias_correction1,
+        "bias_correction2": scalars.bias_correction2,
+        "corrections_ptr": signals.skip_rows,
+        "skips_ptr": signals.skips,
+        "skips_before": signals.skips_before,
+        "grad_scale_ptr": signals.grad_scale,
+        "found_inf_ptr": signals.found_inf,
+        "PARAM": NAME_OF_DTYPE[kind.param_dtype],
+        "GRAD": NAME_OF_DTYPE[kind.grad_dtype],
+        "EXP_AVG": state.exp_avg.form.name,
+        "EXP_AVG_SQ": state.exp_avg_sq.form.name,
+        "MASTER": "none" if master is None else master.form.name,
+        "INIT_MOMENTS": state.init_moments,
+        "INIT_MASTER": state.init_master,
+        "ADAM_W": scalars.adam_w_mode,
+        "STOCHASTIC": state.exp_avg.form.stochastic or state.exp_avg_sq.form.stochastic,
+        "NUMERICS": kind.numerics,
+        "ALIGNED": kind.aligned,
+        "LOOP": kind.max_programs is not None,
+        "BLOCK": BLOCK_NUMEL,
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
+
+
+def adam_step_(
+    table: torch.Tensor,
+    rows: int,
+    programs: int,
+    state: AdamState,
+    scalars: AdamScalars,
+    kind: LaunchKind,
+    signals: ScalerSignals = ScalerSignals(),  # noqa: B008 - immutable
+) -> None:
+    """Launches one Adam step of all pieces in the table on the current stream; `reference.adam_step_` specifies it.
+
+    Args:
+        table: ``[>= rows, 6]`` int64 on the parameters' device, see `launch.TABLE_COLUMNS`. Parameters behind its
+            addresses are updated in place, gradients are only read.
+        rows: pieces, at least 1.
+        programs: sum of `programs_of` over the pieces.
+        state: stored state on the parameters' device or in page-locked host memory, updated in place at the rows' state
+            starts.
+        scalars: hyperparameters.
+        kind: dtypes, numerics, and a bound on the launch.
+        signals: gradient scaler's signals on the parameters' device.
+    """
+    adam_kernel[kind.grid(programs)](**_arguments(table, rows, programs, state, scalars, kind, signals))
+
+
+def compile_step(
+    table: torch.Tensor, state: AdamState, scalars: AdamScalars, kind: LaunchKind, signals: ScalerSignals
+) -> None:
+    """Compiles and loads what `adam_step_` with such arguments launches.
+
+    Args:
+        table: any int64 tensor on the device.
+        state: state of the formats to compile for.
+        scalars: only ``adam_w_mode`` and whether ``lr`` is a tensor matter.
+        kind: dtypes and numerics.
+        signals: only what is None matters.
+    """
+    compile_and_load(adam_kernel, _arguments(table, 1, 1, state, scalars, kind, signals))

@@ -1,0 +1,131 @@
+"""Launches of kernels: the address table, dtypes, a gradient scaler's signals, the compile cache.
+
+Parameters and gradients stay where they are. A table of int64 rows says where: one row per piece (the part of one
+parameter that lies in the chunk), and each program finds its piece by bisection.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from .forms import Whole
+
+BLOCK_NUMEL = 1024
+"""Elements that one program updates; a multiple of the scale block."""
+
+TABLE_COLUMNS = 6
+"""int64 columns of a table row: first program, parameter address, gradient address, state start, numel, counter.
+
+The addresses are in bytes and point to the piece's first element. The state start is in elements from the state
+pointers and a multiple of 128. First programs are counted from the launch's own program 0. The counter is
+`formats.Rounding.counter` of the piece's first element.
+"""
+
+NAME_OF_DTYPE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+"""Compile-time names of parameter and gradient dtypes."""
+
+
+class ScalerSignals(NamedTuple):
+    """Signals of a gradient scaler that a kernel reads on its own device, so that nothing waits for them.
+
+    Attributes:
+        grad_scale: ``[1]`` float32 that divides the gradients, or None.
+        found_inf: ``[1]`` float32, nonzero to skip the step, or None; the rest is None exactly if this is.
+        skips: ``[1]`` int64, steps skipped so far.
+        skip_rows: ``[., width]`` float32; row ``skips - skips_before`` holds the values of this step that depend on
+            its number, see the rule's ``skip_rows``.
+        skips_before: skips that row 0 already counts.
+    """
+
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    skips: torch.Tensor | None = None
+    skip_rows: torch.Tensor | None = None
+    skips_before: int = 0
+
+
+class LaunchKind(NamedTuple):
+    """Compile-time properties of a launch, next to the stored formats.
+
+    Attributes:
+        param_dtype: dtype of the parameters.
+        grad_dtype: dtype of the gradients.
+        numerics: name of the arithmetic.
+        aligned: every address in the table is a multiple of 16 bytes.
+        max_programs: most programs of the launch, each of which then updates several blocks in turn, or None for a
+            program per block. For state in page-locked host memory: more programs than keep the link busy only take
+            multiprocessors from other work.
+    """
+
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    numerics: str = "ieee"
+    aligned: bool = False
+    max_programs: int | None = None
+
+    def grid(self, programs: int) -> tuple[int]:
+        """Launch grid for ``programs`` blocks."""
+        return (programs if self.max_programs is None else min(programs, self.max_programs),)
+
+
+def programs_of(numel: Whole) -> Whole:
+    """Programs that a piece of ``numel`` elements takes."""
+    return -(-numel // BLOCK_NUMEL)
+
+
+def raw_pointer(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A tensor as kernels take it: bfloat16 as its bits."""
+    return tensor.view(torch.int16) if tensor is not None and tensor.dtype == torch.bfloat16 else tensor
+
+
+@functools.cache
+def _ensure_writable_cache() -> None:
+    """Gives Triton a private folder until this process exits, where its own could not be written or is nowhere.
+
+    Without HOME and an entry in the users' database Triton's own would be a folder called ``~`` below the current one,
+    and compiled code of whoever made that would be loaded.
+    """
+    folder = os.environ.get("TRITON_CACHE_DIR")
+    if not folder:
+        folder = os.path.join(os.environ.get("TRITON_HOME") or os.path.expanduser("~"), ".triton", "cache")
+    try:
+        if folder.startswith("~"):
+            raise OSError("no home folder")
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError:
+        folder = tempfile.mkdtemp(prefix="triton-cache-")  # for this user alone
+        os.environ["TRITON_CACHE_DIR"] = folder
+        atexit.register(_remove, folder, os.getpid())
+
+
+def _remove(folder: str, pid: int) -> None:
+    """Not at the exit of a forked child: its parent still compiles."""
+    if os.getpid() == pid:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def compile_and_load(kernel: Any, arguments: Mapping[str, Any]) -> None:
+    """Compiles what a launch with such arguments needs, and loads it on the device, without launching it.
+
+    A kernel that is loaded at its first launch can run out of memory in the middle of a step. Where Triton's cache
+    folder cannot be written (a read-only home), a private one is used until this process exits.
+
+    Args:
+        kernel: a `triton.jit` function.
+        arguments: arguments of the launch.
+    """
+    _ensure_writable_cache()
+    compiled = kernel.warmup(**arguments, grid=(1,))
+    load = getattr(compiled, "_init_handles", None)  # Triton has no other name for it; interpreted, nothing is loaded
+    if load is not None:
+        load()
