@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fused_offload.kernels.forms import (
+from fused_offload.kernels.formats import (
     BF16,
     BF16_STOCHASTIC,
     FP16,
@@ -20,7 +20,7 @@ from fused_offload.kernels.forms import (
     ROOT8,
     Form,
 )
-from fused_offload.plan import align
+from fused_offload.state.layout import align
 
 LR = 1e-3
 WEIGHT_DECAY = 0.1

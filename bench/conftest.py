@@ -22,7 +22,7 @@ from machine import machine_facts  # noqa: E402
 from rows import Rows  # noqa: E402
 from scale import Scale, cpu_scale, full_scale, smoke_scale  # noqa: E402
 
-from fused_offload import quantities  # noqa: E402
+from fused_offload.profiles import units  # noqa: E402
 
 _ROWS = pytest.StashKey[Rows]()
 
@@ -30,7 +30,7 @@ _ROWS = pytest.StashKey[Rows]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("fused-offload benchmarks")
     group.addoption(
-        "--bench-numel", type=quantities.count, help="parameters (default: 1_000_000_000 on a GPU, 1_000_000 without)"
+        "--bench-numel", type=units.count, help="parameters (default: 1_000_000_000 on a GPU, 1_000_000 without)"
     )
     group.addoption("--results", metavar="FILE.json", help="write machine facts and all rows to this file")
     group.addoption("--profiles", metavar="DIR", help="where fused-offload tune kept its profile (default: as it does)")

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fused_offload import cuda_driver
+from fused_offload.memory import cuda_driver
 
 
 class Copy(NamedTuple):

@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from fused_offload.kernels.forms import (
+from fused_offload.kernels.formats import (
     BF16,
     BF16_STOCHASTIC,
     FP16,

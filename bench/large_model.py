@@ -42,7 +42,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fused_offload import FusedOffloadAdam, OffloadConfig, cli
-from fused_offload.hostmem import available_host_bytes
+from fused_offload.memory.host_limits import available_host_bytes
 from fused_offload.tuning.budget import Training, memory_of
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "uint8": torch.uint8}

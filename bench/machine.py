@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fused_offload import hostmem
+from fused_offload.memory import host_limits
 
 _PACKAGES = (
     "fused-offload",
@@ -39,7 +39,7 @@ def machine_facts() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "torch_threads": torch.get_num_threads(),
         "numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or None,
-        "host_memory_bytes": hostmem.host_bytes(),
+        "host_memory_bytes": host_limits.host_bytes(),
         "os": platform.platform(),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,

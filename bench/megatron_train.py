@@ -190,7 +190,7 @@ def state_checksum(optimizer: Any) -> int:
 
 
 def _joined(child: Any, model_param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    from fused_offload.kernels.forms import join_remainder
+    from fused_offload.kernels.formats import join_remainder
 
     place = child._get_model_param_range_map(model_param)["param"]
     return join_remainder(model_param.detach().view(-1)[place.start : place.end], remainder.to(model_param.device))

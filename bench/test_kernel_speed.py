@@ -17,9 +17,9 @@ from scale import Scale
 
 from fused_offload.kernels.adam import launch as adam
 from fused_offload.kernels.adam.reference import AdamState, adam_scalars
-from fused_offload.kernels.forms import SCALE_BLOCK, Form, Stored, rounding_counter
+from fused_offload.kernels.formats import SCALE_BLOCK, Form, Stored, rounding_counter
 from fused_offload.kernels.launch import programs_of
-from fused_offload.plan import align
+from fused_offload.state.layout import align
 
 
 def launches_ms(launch: Callable[[], Any], count: int, device: torch.device) -> float:

@@ -13,7 +13,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from rows import Rows, make_row
 from scale import COPY_MIB, MIB, Scale
 
-from fused_offload.pinned import PinnedSlab
+from fused_offload.memory.pinned import PinnedSlab
 
 pytestmark = pytest.mark.gpu
 

@@ -15,8 +15,8 @@ from rows import Rows, make_row
 from scale import MIB, SWEEP_CHUNK_MIB, SWEEP_DEPTHS, Scale
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
-from fused_offload.engine import Engine
-from fused_offload.planner import Planner
+from fused_offload.plan.planner import Planner
+from fused_offload.step.devices import Engine
 
 
 class Swept(NamedTuple):

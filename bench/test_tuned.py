@@ -16,11 +16,12 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from rows import Rows, make_row
 from scale import DUPLEX_MIB, Scale
 
-from fused_offload import OffloadConfig, profiles
+from fused_offload import OffloadConfig
 from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH
-from fused_offload.streaming import Streaming, default_streaming, streaming_of
-from fused_offload.tuning.choose import candidates, label
-from fused_offload.tuning.rig import NARROW, WIDE, Rig, rig
+from fused_offload.plan.transfer_settings import Streaming, default_streaming, streaming_of
+from fused_offload.profiles import profile as profiles
+from fused_offload.tuning.candidates import candidates, label
+from fused_offload.tuning.step_harness import NARROW, WIDE, Rig, rig
 
 pytestmark = pytest.mark.gpu
 

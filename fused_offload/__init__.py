@@ -22,7 +22,7 @@ def _find_kernels() -> None:
     """
     here = os.path.dirname(os.path.abspath(__file__))
     beside = os.path.join(os.path.dirname(here), "kernels")
-    if os.path.isdir(os.path.join(here, "kernels")) or not os.path.isfile(os.path.join(beside, "forms.py")):
+    if os.path.isdir(os.path.join(here, "kernels")) or not os.path.isfile(os.path.join(beside, "formats.py")):
         return
     name = f"{__name__}.kernels"
     spec = importlib.util.spec_from_file_location(

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from .arguments import (
+from fused_offload.rules.adam import AdamRule
+from fused_offload.rules.arguments import (
     check_modes,
     check_numerics,
     check_rounding,
@@ -16,9 +17,9 @@ from .arguments import (
     refuse_unknown,
     warn_if_nothing_rounds,
 )
+
 from .config import OffloadConfig
 from .optimizer import OffloadOptimizer
-from .rules.adam import AdamRule
 
 
 class FusedOffloadAdam(OffloadOptimizer):

@@ -14,10 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from . import quantities
-from .config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, LEAST_DEFAULT_CHUNK_BYTES, MIB, OffloadConfig
-from .tuning.sizes import MEGATRON_SIZES
-from .tuning.terms import DEFAULT_LINK_GBPS, DEFAULT_TUNING_SECONDS, DTYPES, MASTERS, MOMENT_DTYPES
+from fused_offload.profiles.units import MIB
+from fused_offload.tuning.cli_choices import DEFAULT_LINK_GBPS, DEFAULT_TUNING_SECONDS, DTYPES, MASTERS, MOMENT_DTYPES
+from fused_offload.tuning.sizes import MEGATRON_SIZES
+
+from .config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, LEAST_DEFAULT_CHUNK_BYTES, OffloadConfig
+from .profiles import units
 
 _PLAN_EXAMPLES = """\
 GB = 1e9 bytes, GiB = 2^30, MiB = 2^20. Counts may end in K, M, B or T, bytes in any of kB, MB, GB, TB, KiB, MiB, GiB,
@@ -57,7 +59,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2."""
-        self.exit(2, f"{self.prog}: error: {quantities.printable(message)} (see {self.prog} --help)\n")
+        self.exit(2, f"{self.prog}: error: {units.printable(message)} (see {self.prog} --help)\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
         """Without argparse's ``except OSError: pass``: help that cannot be written is an error."""
@@ -126,7 +128,7 @@ def _discard(stream: TextIO) -> None:
 def _in_one_line(error: Exception) -> str:
     """What an error says: torch's have several lines, and some say nothing."""
     lines = (line.strip() for line in str(error).splitlines())
-    return quantities.printable(" ".join(line for line in lines if line) or type(error).__name__)
+    return units.printable(" ".join(line for line in lines if line) or type(error).__name__)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -143,14 +145,14 @@ def _run(options: argparse.Namespace) -> int:
 
 def _import_command(name: str) -> Callable[[argparse.Namespace], int]:
     if name == "doctor":
-        from .tuning.doctor_command import doctor
+        from fused_offload.tuning.doctor_command import doctor
 
         return doctor
     if name == "tune":
-        from .tuning.tune_command import tune
+        from fused_offload.tuning.tune_command import tune
 
         return tune
-    from .tuning.plan_command import plan
+    from fused_offload.tuning.plan_command import plan
 
     return plan
 
@@ -198,10 +200,10 @@ def _add_plan(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     model = plan.add_argument_group("model: one of --params, --config, or Megatron's sizes")
-    model.add_argument("--params", type=quantities.count, metavar="N", help="of the whole model, such as 13e9 or 13B")
+    model.add_argument("--params", type=units.count, metavar="N", help="of the whole model, such as 13e9 or 13B")
     model.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json on this machine")
     for name in (*MEGATRON_SIZES, "kv-heads", "head-dim", "experts"):
-        model.add_argument(f"--{name}", type=quantities.positive_int, metavar="N", help=_SIZE_HELP.get(name))
+        model.add_argument(f"--{name}", type=units.positive_int, metavar="N", help=_SIZE_HELP.get(name))
     model.add_argument("--tied", action="store_true", help="the output layer is the embedding")
     model.add_argument("--no-gated", action="store_true", help="MLPs of two matrices instead of SwiGLU's three")
     forms = plan.add_argument_group("dtypes")
@@ -216,14 +218,14 @@ def _add_plan(commands: Any) -> None:
     ranks = plan.add_argument_group("ranks")
     ranks.add_argument(
         "--data-parallel",
-        type=quantities.positive_int,
+        type=units.positive_int,
         default=1,
         metavar="N",
         help="ranks that share the state; default: 1",
     )
     ranks.add_argument(
         "--model-parallel",
-        type=quantities.positive_int,
+        type=units.positive_int,
         default=1,
         metavar="N",
         help="tensor x pipeline ranks; default: 1",
@@ -231,7 +233,7 @@ def _add_plan(commands: Any) -> None:
     ranks.add_argument("--shard-params", action="store_true", help="FSDP: parameters and gradients are shared as well")
     ranks.add_argument(
         "--ranks-per-node",
-        type=quantities.positive_int,
+        type=units.positive_int,
         default=1,
         metavar="N",
         help="with state in one host's memory; default: 1",
@@ -240,14 +242,14 @@ def _add_plan(commands: Any) -> None:
     offload = plan.add_argument_group("offload, as in OffloadConfig")
     offload.add_argument(
         "--fraction",
-        type=quantities.share,
+        type=units.share,
         default=defaults.fraction,
         metavar="SHARE",
         help="offloaded share of the state, 0 to 1; default: %(default)g",
     )
     offload.add_argument(
         "--window-bytes",
-        type=quantities.window_bytes,
+        type=units.window_bytes,
         default=0,
         metavar="BYTES",
         help="state prefetched under backward, or auto: what activations gave back, of --other-gpu at most; default: 0",
@@ -257,7 +259,7 @@ def _add_plan(commands: Any) -> None:
     )
     offload.add_argument(
         "--chunk-bytes",
-        type=quantities.chunk_bytes,
+        type=units.chunk_bytes,
         default="auto",
         metavar="BYTES",
         help="such as 24MiB, or auto, the default: what tune chose on this machine (not with --link-gbps), or a "
@@ -265,27 +267,25 @@ def _add_plan(commands: Any) -> None:
     )
     offload.add_argument(
         "--depth",
-        type=quantities.positive_int,
+        type=units.positive_int,
         metavar="N",
         help=f"default: what tune chose on this machine (not with --link-gbps), or {DEFAULT_DEPTH}",
     )
     machine = plan.add_argument_group("machine")
+    machine.add_argument("--gpu-memory", type=units.positive_gb, metavar="GB", help="of one GPU, such as 80 or 79GiB")
     machine.add_argument(
-        "--gpu-memory", type=quantities.positive_gb, metavar="GB", help="of one GPU, such as 80 or 79GiB"
-    )
-    machine.add_argument(
-        "--host-memory", type=quantities.positive_gb, metavar="GB", help="of one node, what training may take"
+        "--host-memory", type=units.positive_gb, metavar="GB", help="of one node, what training may take"
     )
     machine.add_argument(
         "--other-gpu",
-        type=quantities.gb,
+        type=units.gb,
         default=0.0,
         metavar="GB",
         help="activations, CUDA context and others; default: 0",
     )
     machine.add_argument(
         "--link-gbps",
-        type=quantities.link_gbps,
+        type=units.link_gbps,
         metavar="GB/s",
         help="each way, both directions busy; default: this machine's profile (fused-offload tune), or else "
         f"{DEFAULT_LINK_GBPS:g}, an H100 over PCIe 5 x16, an assumption",
@@ -302,12 +302,10 @@ def _add_tune(commands: Any) -> None:
         epilog=_TUNE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    tune.add_argument(
-        "--device", type=quantities.index, default=0, metavar="N", help="CUDA device; default: %(default)s"
-    )
+    tune.add_argument("--device", type=units.index, default=0, metavar="N", help="CUDA device; default: %(default)s")
     tune.add_argument(
         "--seconds",
-        type=quantities.positive,
+        type=units.positive,
         default=DEFAULT_TUNING_SECONDS,
         metavar="S",
         help="compare for about so long, but time every way once in any case; starting and a few last steps come on "

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from . import quantities
+from fused_offload.profiles.units import MIB
 
-MIB = 2**20
+from .profiles import units
 
 DEFAULT_CHUNK_BYTES = 48 * MIB
 """Chunk size where no profile of the machine says another, and the state has enough chunks of it."""
@@ -113,7 +113,7 @@ def _size(name: str, value: Any, least: int) -> int | str:
     """
     if isinstance(value, str):
         try:
-            return (quantities.chunk_bytes if least else quantities.window_bytes)(value)
+            return (units.chunk_bytes if least else units.window_bytes)(value)
         except argparse.ArgumentTypeError as error:
             raise ValueError(f"Invalid {name}: {error}") from None
     if not _is_whole(value, least):
@@ -134,4 +134,4 @@ def _count(name: str, value: Any) -> int | Literal["auto"]:
 
 def _is_whole(value: Any, least: int) -> bool:
     is_number = isinstance(value, Integral) and not isinstance(value, bool)
-    return is_number and least <= value < quantities.MOST_PARAMS
+    return is_number and least <= value < units.MOST_PARAMS

@@ -10,29 +10,31 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from . import checkpoint, cuda_driver
-from .amp import scaler_inputs
-from .arguments import MASTER_FORMS, check_dtypes, check_master_dtype, check_switches
-from .attach import Attachment, check_attachment
+from fused_offload.checkpoint.torch_dcp import is_dummy_step, wanted_state_dict
+from fused_offload.kernels.formats import REMAINDER, Form
+from fused_offload.model_hooks.auto_prefetch import Attachment, check_attachment
+from fused_offload.model_hooks.backward_step import BackwardSteps, refuse_scaler, stepped_params
+from fused_offload.params.dense import is_frozen
+from fused_offload.params.dtensors import is_offloaded_by_fsdp
+from fused_offload.params.tracker import check_params
+from fused_offload.rules.arguments import MASTER_FORMS, check_dtypes, check_master_dtype, check_switches
+from fused_offload.rules.base import MASTER_PARAM, UpdateRule
+from fused_offload.state.entry import StateEntry, StateHooks, get_unscaled, set_scaled
+from fused_offload.state.mapping import StateMapping
+from fused_offload.state.master_weights import refresh_master
+from fused_offload.state.memory_report import MemoryReport, memory_report
+from fused_offload.state.store import StateStore
+from fused_offload.step.grad_scaler import scaler_inputs
+from fused_offload.step.step_report import StepReport
+from fused_offload.step.stepper import Stepper
+from fused_offload.stream.step_inputs import ScalerInputs
+
+from .checkpoint import state_dict as checkpoint
 from .config import OffloadConfig
-from .dcp_calls import is_dummy_step, wanted_state_dict
-from .dtensors import is_offloaded_by_fsdp
-from .in_backward import BackwardSteps, refuse_scaler, stepped_params
-from .kernels.forms import REMAINDER, Form
-from .mapping import StateMapping
-from .masters import refresh_master
-from .report import MemoryReport, memory_report
-from .rules.base import MASTER_PARAM, UpdateRule
-from .state import StateEntry, StateHooks, get_unscaled, set_scaled
-from .step_inputs import ScalerInputs
-from .step_report import StepReport
-from .stepper import Stepper
-from .store import StateStore
-from .tensors import is_frozen
-from .updates import check_params
+from .memory import cuda_driver
 
 if TYPE_CHECKING:
-    from .queues import CurrentStreams
+    from fused_offload.stream.queues import CurrentStreams
 
 
 def _shown_without_kwargs(function: Any) -> Any:

@@ -1,273 +1,359 @@
-"""Loads and stores of each stored form as Triton helpers; ``forms.py`` says what the forms are.
+"""Stored forms of optimizer state: how fp32 values lie in memory, encoded and decoded in plain torch.
 
-bf16 is handled as int16 bits and rounded with integer arithmetic everywhere, so that the same code gives the same bits
-on every GPU and in Triton's interpreter (which truncates a plain float32 -> bfloat16 conversion).
+``formats.py`` holds the same conversions as Triton helpers; both give the same bits.
 """
 
-import triton
-import triton.language as tl
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+Whole = TypeVar("Whole", int, np.ndarray)
+"""A whole number, or an int64 array of them."""
+
+SCALE_BLOCK = 128
+"""Elements that share one scale. Segments start at multiples of it, so no chunking ever splits a scale block."""
+
+_FP16_TOP_EXPONENT = 14  # a block's largest magnitude, rounded to fp16, lands in [2^14, 2^15): below fp16's 65504
+_HALF_FP16_ULP = 0x1000  # in the bits of an fp32 number: adding it carries into the exponent where rounding would
+_FP16_SMALLEST = 2.0**-24  # smallest positive fp16 number
+
+_INFINITY = 0x7F800000  # bits of fp32
+_ROOT8_TOP = 127  # largest code; its value is the scale
+_ROOT8_INVERSE = 6.200012e-05  # of its square, in float32, by which it is exactly 1
+_ROOT8_NAN = 128
+_LOG8_TOP = 253  # largest code of a finite value
+_LOG8_INFINITY = 254
+_LOG8_NAN = 255
+_LOG8_SHIFTS = (20, 19, 18, 17, 16)  # bits of fp32 between neighbouring codes, the coarsest first
+
+_MASK32 = 0xFFFFFFFF
+_NEAREST = 0x80000000  # a threshold in the middle: rounds to the nearest
 
 
-@triton.jit
-def bf16_to_fp32(bits):
-    """The float32 of int16 bf16 bits, exactly."""
-    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+class Form(NamedTuple):
+    """How one state key is stored.
+
+    Attributes:
+        name: the kernel's compile-time name.
+        dtype: dtype of the stored elements.
+        scaled: whether each block of `SCALE_BLOCK` elements has 32 bits beside it, its scale.
+        keep_nonzero: whether a positive value may not become zero. Set for second moments: ``exp_avg_sq == 0`` with
+            ``exp_avg != 0`` would turn the update into ``exp_avg / eps``.
+        stochastic: whether a step rounds to either neighbour, to the nearer one more often, so that nothing is lost on
+            average; see `rounding_thresholds`. What comes from outside a step is rounded to the nearest.
+    """
+
+    name: str
+    dtype: torch.dtype
+    scaled: bool = False
+    keep_nonzero: bool = False
+    stochastic: bool = False
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one stored element, without its share of a scale."""
+        return self.dtype.itemsize
+
+    def stored_bytes(self, numel: int) -> int:
+        """Bytes that ``numel`` elements take, scales included; ``numel`` is a multiple of `SCALE_BLOCK`."""
+        return numel * self.element_bytes + (numel // SCALE_BLOCK * 4 if self.scaled else 0)
 
 
-@triton.jit
-def fp32_to_bf16(values):
-    """Int16 bf16 bits of float32 values, rounded to the nearest even; every NaN becomes 0x7FC0, as in torch."""
-    bits = values.to(tl.int32, bitcast=True)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return tl.where(values != values, 0x7FC0, rounded).to(tl.int16)
+FP32 = Form("fp32", torch.float32)
+BF16 = Form("bf16", torch.bfloat16)
+BF16_STOCHASTIC = Form("bf16_stochastic", torch.bfloat16, stochastic=True)
+FP16 = Form("fp16", torch.float16, scaled=True)
+FP16_NONZERO = Form("fp16", torch.float16, scaled=True, keep_nonzero=True)
+REMAINDER = Form("remainder", torch.int16)
+ROOT8 = Form("root8", torch.uint8, scaled=True, stochastic=True)
+"""8 bits for first moments: sign and fourth root, in 127 steps up to the block's largest magnitude, which is the scale.
+
+The byte is a two's complement number ``c`` of the value ``sign(c) * (c / 127)**4 * scale``; -128 is NaN, which an
+infinity becomes too. Neighbours are 3 % apart at the largest magnitude, 10 % at a hundredth and 30 % at a
+ten-thousandth of it."""
+LOG8 = Form("log8", torch.uint8, scaled=True, keep_nonzero=True, stochastic=True)
+"""8 bits for second moments: a window of 253 numbers of a floating point grid with 3 to 7 bits of mantissa.
+
+The grid is that of float32 numbers whose lowest ``shift`` bits are zero. Each block takes the finest shift of 20 to 16
+whose window reaches from its largest to its smallest positive value; with 20 it spans 32 binary orders, and smaller
+values are raised to the window's lower end. The scale's bits hold ``shift`` and, above it, the number below the window.
+A grid that does not move with the largest value is what keeps the others from being rounded anew at every step. 0 is
+zero, 254 infinity, 255 NaN, which a negative value becomes too."""
 
 
-@triton.jit
-def join_remainder(param_bits, remainder):
-    """Float32 master from int16 bf16 bits and its int16 remainder."""
-    high = param_bits.to(tl.int32) - (remainder < 0).to(tl.int32)
-    return ((high << 16) | (remainder.to(tl.int32) & 0xFFFF)).to(tl.float32, bitcast=True)
+class Stored(NamedTuple):
+    """A run of stored elements.
+
+    Attributes:
+        form: how the elements are stored.
+        data: ``[numel]`` of ``form.dtype``, contiguous.
+        scale: ``[ceil(numel / SCALE_BLOCK)]`` float32 if ``form.scaled``, else None.
+    """
+
+    form: Form
+    data: torch.Tensor
+    scale: torch.Tensor | None = None
+
+    def narrow(self, start: int, numel: int) -> Stored:
+        """Elements ``[start, start + numel)``; ``start`` is a multiple of `SCALE_BLOCK`."""
+        scale = self.scale
+        if scale is not None:
+            first = start // SCALE_BLOCK
+            scale = scale[first : first + -(-numel // SCALE_BLOCK)]
+        return Stored(self.form, self.data[start : start + numel], scale)
 
 
-@triton.jit
-def split_remainder(master):
-    """Int16 bf16 bits and int16 remainder of a float32 master; `forms.split_remainder_` is the specification."""
-    bits = tl.where(master != master, 0x7FC00000, master.to(tl.int32, bitcast=True))
-    remainder = bits.to(tl.int16)
-    return ((bits >> 16) + (remainder < 0).to(tl.int32)).to(tl.int16), remainder
+class Rounding(NamedTuple):
+    """Position in the random numbers of a step's stochastic rounding.
+
+    Attributes:
+        seed: seed of the run, in [0, 2^31).
+        step: number of the step, from 1.
+        counter: `rounding_counter` of the first element; the next elements have the next numbers.
+    """
+
+    seed: int
+    step: int
+    counter: int
 
 
-@triton.jit
-def load_raw(ptr, offsets, mask, MASKED: tl.constexpr):
-    """Elements at ``ptr + offsets``; masked-off elements read as zero."""
-    if MASKED:
-        return tl.load(ptr + offsets, mask=mask, other=0)
-    else:
-        return tl.load(ptr + offsets)
+def rounding_counter(parameter: Whole, offset: Whole) -> Whole:
+    """Number of an element among all elements of an optimizer, from which its random numbers are made.
+
+    Args:
+        parameter: number of the parameter within the optimizer, below 2^23.
+        offset: number of the element within the parameter, below 2^40.
+    """
+    counter: Whole = (parameter << 40) + offset
+    return counter
 
 
-@triton.jit
-def store_raw(ptr, offsets, values, mask, MASKED: tl.constexpr):
-    """Writes elements at ``ptr + offsets``."""
-    if MASKED:
-        tl.store(ptr + offsets, values, mask=mask)
-    else:
-        tl.store(ptr + offsets, values)
-
-
-@triton.jit
-def load_fp32(ptr, offsets, mask, FORM: tl.constexpr, MASKED: tl.constexpr):
-    """Unscaled elements of a dtype (``"fp32"``, ``"bf16"`` as int16, ``"fp16"``) as float32, exactly."""
-    raw = load_raw(ptr, offsets, mask, MASKED)
-    if FORM == "bf16":
-        return bf16_to_fp32(raw)
-    else:
-        return raw.to(tl.float32)
-
-
-@triton.jit
-def store_fp32(ptr, offsets, values, mask, FORM: tl.constexpr, MASKED: tl.constexpr):
-    """Float32 values rounded to the nearest even of a dtype."""
-    if FORM == "bf16":
-        store_raw(ptr, offsets, fp32_to_bf16(values), mask, MASKED)
-    elif FORM == "fp16":
-        store_raw(ptr, offsets, values.to(tl.float16), mask, MASKED)
-    else:
-        store_raw(ptr, offsets, values, mask, MASKED)
-
-
-@triton.jit
-def _mix(bits):
+def _mix(bits: Any) -> Any:
+    """Hash of 32 bits, in a Python int or int64 tensor (Wellons' lowbias32)."""
     bits = bits ^ (bits >> 16)
-    bits = bits * 0x7FEB352D
+    bits = (bits * 0x7FEB352D) & _MASK32
     bits = bits ^ (bits >> 15)
-    bits = bits * 0x846CA68B
+    bits = (bits * 0x846CA68B) & _MASK32
     return bits ^ (bits >> 16)
 
 
-@triton.jit
-def rounding_thresholds(counter, lane, seed, step):
-    """Thresholds of the first and of the second moment, uint32; `forms.rounding_thresholds` is the specification.
+def rounding_thresholds(rounding: Rounding, numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Thresholds of the first and of the second moment: ``threshold / 2^32`` plus the part to round off carries or not.
 
-    ``counter`` is that of lane 0, int64; ``seed`` and ``step`` are not negative and below 2^31.
+    A counter-based generator. Seed, parameter and step are hashed to a key of 64 bits. Each element hashes the sum of
+    that key and its offset, so thresholds of successive steps are independent. Rounding is then right on average for
+    any sequence of gradients. A threshold that depended on those of earlier steps would be correlated with the moment,
+    which those steps have rounded.
+
+    Both moments share one hash: the first uses its upper 16 bits, the second its lower 20. Four bits belong to both;
+    they are the last that decide for the first moment.
+
+    Args:
+        rounding: position in the random numbers.
+        numel: elements.
+        device: device of the results.
+
+    Returns:
+        Two ``[numel]`` int64 tensors of 32 bits. The second's lowest 12 bits are zero.
     """
-    step = step.to(tl.uint32)
-    own = _mix((counter >> 40).to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32))
-    low = _mix(own ^ step)
-    high = _mix(own + step * 0x85EBCA6B)
-    key = (high.to(tl.int64) << 32) + low.to(tl.int64)
-    index = key + (counter & 0xFFFFFFFFFF) + lane
-    bits = _mix(index.to(tl.uint32) ^ (index >> 32).to(tl.uint32))
-    return bits, bits << 12
+    parameter, offset = rounding.counter >> 40, rounding.counter & ((1 << 40) - 1)
+    own = _mix((parameter * 0x9E3779B1 + rounding.seed) & _MASK32)
+    low = _mix(own ^ rounding.step)
+    high = _mix((own + rounding.step * 0x85EBCA6B) & _MASK32)
+    start = offset + low
+    index = torch.arange(start, start + numel, dtype=torch.int64, device=device)
+    bits = _mix((index & _MASK32) ^ (((index >> 32) + high) & _MASK32))
+    return bits, (bits << 12) & _MASK32
 
 
-@triton.jit
-def _fp32_to_bf16_stochastic(values, threshold):
-    bits = values.to(tl.int32, bitcast=True) + (threshold >> 16).to(tl.int32)
-    return tl.where(values != values, 0x7FC0, bits >> 16).to(tl.int16)
+def _encode_fp16(rows: torch.Tensor, keep_nonzero: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    # Infinities and NaNs keep their own value and must not cost their neighbours theirs. The scale is that of the
+    # largest magnitude after rounding, so that decoded values encode to the same bits again.
+    absmax = torch.where(torch.isfinite(rows), rows.abs(), 0.0).amax(dim=1)
+    exponent = (((absmax.view(torch.int32) + _HALF_FP16_ULP) >> 23) - _FP16_TOP_EXPONENT).clamp_(min=1)
+    scale, inverse = (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)
+    quotient = (rows * inverse[:, None]).to(torch.float16)
+    if keep_nonzero:
+        quotient = torch.where((quotient == 0) & (rows > 0), _FP16_SMALLEST, quotient)
+    return quotient, scale
 
 
-@triton.jit
-def _root8_units(code):
-    """Magnitudes of codes, in units of the scale."""
-    square = (code * code).to(tl.float32) * 6.200012e-05  # 127^-2 in float32, by which 127 is exactly 1
+def _root8_units(code: torch.Tensor) -> torch.Tensor:
+    """Magnitudes of non-negative codes, in units of the scale."""
+    square = (code * code).to(torch.float32) * _ROOT8_INVERSE
     return square * square
 
 
-@triton.jit
-def _load_root8(raw):
-    """Values in units of the scale."""
-    byte = raw.to(tl.int32)
-    code = tl.where(byte < 128, byte, byte - 256)
-    unit = _root8_units(code)
-    return tl.where(code == -128, float("nan"), tl.where(code < 0, -unit, unit))
-
-
-@triton.jit
-def _store_root8(rows, exists, threshold):
-    """Elements and scales of ``[., 128]`` values."""
-    magnitude = tl.abs(rows)
-    finite = magnitude < float("inf")
-    magnitude = tl.where(finite & exists, magnitude, 0.0)
-    # Bits, since the hardware has a maximum of integers over a warp.
-    scale = tl.max(magnitude.to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
-    # One division for a block: those of elements would be what the kernel does most of the time. It is of numbers far
-    # from subnormal ones, and so is its result: old releases of Triton flush those to zero.
-    lift = tl.where(scale < 8.673617379884035e-19, 18446744073709551616.0, 1.0)  # 2^-60 and 2^64
-    lift = tl.where(scale > 1152921504606846976.0, 5.421010862427522e-20, lift)  # 2^60 and 2^-64
-    divisor = tl.where(scale > 0.0, scale * lift, 1.0)
-    inverse = tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
-    quotient = magnitude * lift[:, None] * inverse[:, None]
-    below = tl.minimum((tl.sqrt_rn(tl.sqrt_rn(quotient)) * 127.0).to(tl.int32), 126)
+def _encode_root8(rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+    finite = torch.isfinite(rows)
+    magnitude = torch.where(finite, rows.abs(), 0.0)
+    scale = magnitude.amax(dim=1)
+    lift = torch.where(scale < 2.0**-60, 2.0**64, torch.where(scale > 2.0**60, 2.0**-64, 1.0))
+    divisor = torch.where(scale > 0, scale * lift, 1.0)
+    quotient = magnitude * lift[:, None] * (torch.ones_like(divisor) / divisor)[:, None]
+    root = quotient.to(torch.float64).sqrt().to(torch.float32).to(torch.float64).sqrt().to(torch.float32)
+    below = (root * float(_ROOT8_TOP)).to(torch.int32).clamp_(max=_ROOT8_TOP - 1)
     low = _root8_units(below)
     step = _root8_units(below + 1) - low
-    parts = (0xFFFF - (threshold >> 16).to(tl.int32)).to(tl.float32) + 0.5
-    above = (quotient - low) * 65536.0 >= parts * step
-    code = tl.where(above, below + 1, below)
-    code = tl.where(rows < 0.0, -code, code)
-    return tl.where(finite, code & 0xFF, 128).to(tl.uint8), scale
+    # In 2^16 parts, so that a decoded value is exactly its own code again, whatever the threshold.
+    parts = torch.as_tensor((_MASK32 - thresholds) >> 16, device=rows.device).to(torch.float32) + 0.5
+    code = below + ((quotient - low) * 65536.0 >= parts * step)
+    code = torch.where(rows < 0, -code, code)
+    return torch.where(finite, code & 0xFF, _ROOT8_NAN).to(torch.uint8), scale
 
 
-@triton.jit
-def _load_log8(raw, scale_bits):
-    code = raw.to(tl.int32)
-    shift = scale_bits & 31
-    bits = tl.where(code == 0, 0, scale_bits - shift + (code << shift))
-    bits = tl.where(code == 254, 0x7F800000, bits)
-    return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _log8_shift(highest, lowest):
-    shift = tl.full(highest.shape, 20, tl.int32)
-    for finer in tl.static_range(19, 15, -1):
-        steps = ((highest + ((1 << finer) - 1)) >> finer) - (lowest >> finer)
-        shift = tl.where(steps < 253, finer, shift)
+def _log8_shift(highest: torch.Tensor, lowest: torch.Tensor) -> torch.Tensor:
+    """The finest shift whose window holds both, as int32 bits, after rounding either way."""
+    shift = torch.full_like(highest, _LOG8_SHIFTS[0])
+    for finer in _LOG8_SHIFTS[1:]:
+        steps = ((highest + (1 << finer) - 1) >> finer) - (lowest >> finer)
+        shift = torch.where(steps < _LOG8_TOP, finer, shift)
     return shift
 
 
-@triton.jit
-def _store_log8(rows, exists, threshold):
-    """Elements and bits of the scales of ``[., 128]`` values."""
-    bits = rows.to(tl.int32, bitcast=True)
-    positive = (bits > 0) & (bits < 0x7F800000) & exists
-    highest = tl.max(tl.where(positive, bits, 0), axis=1)
-    shift = _log8_shift(highest, tl.min(tl.where(positive, bits, 0x7F7FFFFF), axis=1))
-    largest = (0x7F800000 >> shift) - 1
-    ceiling = tl.minimum((highest + ((1 << shift) - 1)) >> shift, largest)
-    below = tl.maximum(ceiling - 253, 0)
-    first_shift = tl.broadcast_to(shift[:, None], bits.shape)
-    index = (bits + (threshold >> (32 - first_shift).to(tl.uint32)).to(tl.int32)) >> first_shift
-    rounded = tl.minimum(tl.maximum(index, below[:, None] + 1), largest[:, None]) << first_shift
+def _encode_log8(rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+    bits = rows.contiguous().view(torch.int32)
+    positive = (bits > 0) & (bits < _INFINITY)
+
+    def bounds(bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        highest = torch.where(positive, bits, 0).amax(dim=1, keepdim=True)
+        return highest, torch.where(positive, bits, _INFINITY - 1).amin(dim=1, keepdim=True)
+
+    highest, lowest = bounds(bits)
+    shift = _log8_shift(highest, lowest)
+    largest = (_INFINITY >> shift) - 1
+    ceiling = torch.minimum((highest + (1 << shift) - 1) >> shift, largest)
+    below = (ceiling - _LOG8_TOP).clamp_(min=0)
+    index = (bits + (thresholds >> (32 - shift.to(torch.int64))).to(torch.int32)) >> shift
+    rounded = torch.minimum(torch.maximum(index, below + 1), largest) << shift
     # Once more: what was rounded may fit a finer window, and has to encode to the same bits again.
-    highest = tl.max(tl.where(positive, rounded, 0), axis=1)
-    shift = _log8_shift(highest, tl.min(tl.where(positive, rounded, 0x7F7FFFFF), axis=1))
-    below = tl.maximum((highest >> shift) - 253, 0)
-    code = tl.where(positive, (rounded >> shift[:, None]) - below[:, None], 0)
-    code = tl.where(bits == 0x7F800000, 254, code)
-    code = tl.where((rows != rows) | (rows < 0.0), 255, code)
-    return code.to(tl.uint8), (below << shift) | shift
+    highest, lowest = bounds(rounded)
+    shift = _log8_shift(highest, lowest)
+    below = ((highest >> shift) - _LOG8_TOP).clamp_(min=0)
+    code = torch.where(positive, (rounded >> shift) - below, 0)
+    code = torch.where(bits == _INFINITY, _LOG8_INFINITY, code)
+    code = torch.where(rows.isnan() | (rows < 0), _LOG8_NAN, code)
+    return code.to(torch.uint8), ((below << shift) | shift).view(torch.float32).flatten()
 
 
-@triton.jit
-def load_state(
-    ptr, scale_ptr, start, numel, offsets, mask, FORM: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """Stored state as float32, exactly.
+def _encode_rows(form: Form, rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Elements and scales of ``[blocks, elements]`` values."""
+    if form.name == "root8":
+        return _encode_root8(rows, thresholds)
+    if form.name == "log8":
+        return _encode_log8(rows, thresholds)
+    return _encode_fp16(rows, form.keep_nonzero)
 
-    ``offsets`` are ``start + arange(BLOCK)``, ``start`` is a multiple of the scale block, ``mask`` is true for the
-    first ``numel`` of them.
+
+def _encode_scaled_(stored: Stored, values: torch.Tensor, thresholds: torch.Tensor | None) -> None:
+    assert stored.scale is not None
+    numel = values.numel()
+    whole = numel // SCALE_BLOCK * SCALE_BLOCK
+    parts = [(0, whole), (whole, numel)] if whole < numel else [(0, whole)]
+    for start, stop in parts:
+        if start == stop:
+            continue
+        shape = (-1, min(SCALE_BLOCK, stop - start))
+        taken: torch.Tensor | int = _NEAREST if thresholds is None else thresholds[start:stop].view(shape)
+        elements, scale = _encode_rows(stored.form, values[start:stop].view(shape), taken)
+        stored.data[start:stop].copy_(elements.view(-1))
+        stored.scale[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)].copy_(scale)
+
+
+def _round_to_bf16(values: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
+    bits = values.view(torch.int32) + (thresholds >> 16).to(torch.int32) >> 16
+    return torch.where(values.isnan(), 0x7FC0, bits).to(torch.int16).view(torch.bfloat16)
+
+
+def encode_(stored: Stored, values: torch.Tensor, thresholds: torch.Tensor | None = None) -> None:
+    """Writes fp32 values into a stored run.
+
+    Args:
+        stored: destination, updated in place. Not a remainder: those need the parameter too (`split_remainder_`).
+        values: ``[numel]`` float32 on the same device.
+        thresholds: ``[numel]`` int64 for stochastic forms, see `rounding_thresholds`. Without, and in other forms,
+            values are rounded to the nearest. Values that the form can represent are never changed.
     """
-    if (FORM == "fp16" or FORM == "root8") or FORM == "log8":
-        rows: tl.constexpr = BLOCK // 128
-        row = tl.arange(0, rows)
-        # Scales past the last element belong to another segment or to nobody.
-        scale = tl.load(scale_ptr + start // 128 + row, mask=row * 128 < numel, other=0.0)
-        raw = tl.reshape(load_raw(ptr, offsets, mask, MASKED), (rows, 128))
-        if FORM == "log8":
-            values = _load_log8(raw, tl.broadcast_to(scale.to(tl.int32, bitcast=True)[:, None], (rows, 128)))
-        elif FORM == "root8":
-            values = _load_root8(raw) * scale[:, None]
-        else:
-            values = raw.to(tl.float32) * scale[:, None]
-        return tl.reshape(values, (BLOCK,))
-    elif FORM == "bf16_stochastic":
-        return load_fp32(ptr, offsets, mask, "bf16", MASKED)
+    if stored.form.name == "remainder":
+        raise TypeError("a remainder is written together with its parameter; use split_remainder_")
+    if stored.form.scaled:
+        _encode_scaled_(stored, values, thresholds)
+    elif thresholds is not None and stored.form.stochastic:
+        stored.data.copy_(_round_to_bf16(values, thresholds))
     else:
-        return load_fp32(ptr, offsets, mask, FORM, MASKED)
+        stored.data.copy_(values)
 
 
-@triton.jit
-def store_state(
-    ptr,
-    scale_ptr,
-    start,
-    numel,
-    offsets,
-    values,
-    threshold,
-    mask,
-    FORM: tl.constexpr,
-    KEEP_NONZERO: tl.constexpr,
-    MASKED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Float32 values in their stored form; `forms.encode_` is the specification.
+def _decode_root8(elements: torch.Tensor) -> torch.Tensor:
+    """Values in units of the scale."""
+    code = elements.view(torch.int8).to(torch.int32)
+    unit = _root8_units(code)
+    return torch.where(elements == _ROOT8_NAN, torch.nan, torch.where(code < 0, -unit, unit))
 
-    ``threshold`` is uint32 where the form is stochastic and unused otherwise.
+
+def _decode_log8(elements: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    code, bits = elements.to(torch.int32), scale.view(torch.int32)
+    shift = bits & 31
+    values = torch.where(code == 0, 0, bits - shift + (code << shift))
+    values = torch.where(code == _LOG8_INFINITY, _INFINITY, values).view(torch.float32)
+    return torch.where(code == _LOG8_NAN, torch.nan, values)
+
+
+def decode(stored: Stored, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Reads a stored run as fp32, exactly.
+
+    Args:
+        stored: source. Not a remainder: those need the parameter too (`join_remainder`).
+        out: ``[numel]`` float32 to write to; a new tensor if None.
+
+    Returns:
+        ``[numel]`` float32.
     """
-    if FORM == "fp16":
-        rows: tl.constexpr = BLOCK // 128
-        magnitude = tl.abs(values)
-        # Padding, infinities and NaNs have no say in the scale of their neighbours.
-        magnitude = tl.where(mask & (magnitude < float("inf")), magnitude, 0.0)
-        absmax = tl.max(tl.reshape(magnitude, (rows, 128)), axis=1)
-        # Half an fp16 ulp more, so that the scale is that of the rounded maximum.
-        exponent = tl.maximum(((absmax.to(tl.int32, bitcast=True) + 0x1000) >> 23) - 14, 1)
-        scale = (exponent << 23).to(tl.float32, bitcast=True)
-        inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
-        scaled = tl.reshape(tl.reshape(values, (rows, 128)) * inverse[:, None], (BLOCK,))
-        quotient = scaled.to(tl.float16)
-        if KEEP_NONZERO:
-            smallest = tl.full((BLOCK,), 5.9604644775390625e-08, tl.float32).to(tl.float16)
-            quotient = tl.where((quotient.to(tl.float32) == 0.0) & (values > 0.0), smallest, quotient)
-        store_raw(ptr, offsets, quotient, mask, MASKED)
-        row = tl.arange(0, rows)
-        tl.store(scale_ptr + start // 128 + row, scale, mask=row * 128 < numel)
-    elif FORM == "root8" or FORM == "log8":
-        blocks: tl.constexpr = BLOCK // 128
-        shaped = tl.reshape(values, (blocks, 128))
-        exists = tl.reshape(mask, (blocks, 128))
-        thresholds = tl.reshape(threshold, (blocks, 128))
-        if FORM == "root8":
-            elements, block_scale = _store_root8(shaped, exists, thresholds)
-        else:
-            elements, scale_bits = _store_log8(shaped, exists, thresholds)
-            block_scale = scale_bits.to(tl.float32, bitcast=True)
-        store_raw(ptr, offsets, tl.reshape(elements, (BLOCK,)), mask, MASKED)
-        block = tl.arange(0, blocks)
-        tl.store(scale_ptr + start // 128 + block, block_scale, mask=block * 128 < numel)
-    elif FORM == "bf16_stochastic":
-        store_raw(ptr, offsets, _fp32_to_bf16_stochastic(values, threshold), mask, MASKED)
-    else:
-        store_fp32(ptr, offsets, values, mask, FORM, MASKED)
+    if stored.form.name == "remainder":
+        raise TypeError("a remainder is read together with its parameter; use join_remainder")
+    out = torch.empty(stored.data.shape, dtype=torch.float32, device=stored.data.device) if out is None else out
+    if stored.form.name == "log8":
+        assert stored.scale is not None
+        scale = stored.scale.repeat_interleave(SCALE_BLOCK)[: out.numel()]
+        return out.copy_(_decode_log8(stored.data, scale))
+    out.copy_(_decode_root8(stored.data) if stored.form.name == "root8" else stored.data)
+    if stored.scale is not None:
+        whole = out.numel() // SCALE_BLOCK * SCALE_BLOCK
+        blocks = whole // SCALE_BLOCK
+        out[:whole].view(-1, SCALE_BLOCK).mul_(stored.scale[:blocks, None])
+        out[whole:].mul_(stored.scale[blocks:])
+    return out
+
+
+def join_remainder(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The fp32 master of a bf16 parameter and its remainder.
+
+    The remainder is the low half of the master's bits; the parameter is the high half, plus one where the low half is
+    at least 0x8000 (rounding half away from zero), so that both together give back all 32 bits.
+
+    Args:
+        param: ``[numel]`` bfloat16.
+        remainder: ``[numel]`` int16.
+
+    Returns:
+        ``[numel]`` float32.
+    """
+    high = param.view(torch.int16).to(torch.int32) - (remainder < 0).to(torch.int32)
+    return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
+
+
+def split_remainder_(param: torch.Tensor, remainder: torch.Tensor, master: torch.Tensor) -> None:
+    """Writes an fp32 master as a bf16 parameter and its remainder; the inverse of `join_remainder`.
+
+    Args:
+        param: ``[numel]`` bfloat16, updated in place.
+        remainder: ``[numel]`` int16, updated in place.
+        master: ``[numel]`` float32. Every NaN becomes 0x7FC00000: a GPU's 0x7FFFFFFF would round up to the parameter
+            -0.0, and the NaN would be seen by nobody.
+    """
+    bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
+    remainder.copy_(bits)  # int32 -> int16 keeps the low half
+    param.view(torch.int16).copy_((bits >> 16) + (remainder < 0))

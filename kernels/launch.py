@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .forms import Whole
+from .formats import Whole
 
 BLOCK_NUMEL = 1024
 """Elements that one program updates; a multiple of the scale block."""

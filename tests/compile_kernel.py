@@ -15,10 +15,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fused_offload.kernels import forms
+from fused_offload.kernels import formats
 from fused_offload.kernels.adam import launch as adam
 from fused_offload.kernels.adam.reference import AdamState, adam_scalars
-from fused_offload.kernels.forms import SCALE_BLOCK, Form, Stored
+from fused_offload.kernels.formats import SCALE_BLOCK, Form, Stored
 from fused_offload.kernels.launch import TABLE_COLUMNS, LaunchKind, ScalerSignals
 
 TYPES = {
@@ -66,7 +66,7 @@ def compile_step(
 
 
 def main() -> None:
-    by_name = {form.name: form for form in vars(forms).values() if isinstance(form, Form)}
+    by_name = {form.name: form for form in vars(formats).values() if isinstance(form, Form)}
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("exp_avg", "exp_avg_sq", "master"):
         parser.add_argument(name, type=by_name.__getitem__)

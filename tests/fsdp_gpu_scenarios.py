@@ -30,8 +30,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, in_backward, pipeline, stepper
-from fused_offload.window import blocks_of
+from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.model_hooks import backward_step
+from fused_offload.plan.window_blocks import blocks_of
+from fused_offload.step import stepper
+from fused_offload.stream import pipeline
 
 FOLDER = Path()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -146,7 +149,7 @@ def full_state_dicts_load_into_host_and_gpu_memory() -> None:
 
 @scenario
 def steps_in_backward() -> None:
-    in_backward.PART_BYTES = 2**19
+    backward_step.PART_BYTES = 2**19
     runs = []
     for steps_early in (True, False):
         model, optimizer = build(OFFLOADED)

@@ -34,8 +34,10 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, checkpoint, in_backward
-from fused_offload.dcp_calls import Wanted
+from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.checkpoint import state_dict as checkpoint
+from fused_offload.checkpoint.torch_dcp import Wanted
+from fused_offload.model_hooks import backward_step
 
 FOLDER = Path()
 SCENARIOS: dict[str, Callable[[], None]] = {}
@@ -410,7 +412,7 @@ def tensor_parallelism_trains_as_adamw_does() -> None:
 @scenario
 def tensor_parallelism_steps_in_backward() -> None:
     for part_bytes, clip_value in itertools.product((1, 300, 10**9), (None, 0.01)):
-        in_backward.PART_BYTES = part_bytes
+        backward_step.PART_BYTES = part_bytes
         early, late = tensor_parallel(), tensor_parallel()
         optimizer, reference = adam(early), adam(late)
         optimizer.step_in_backward(early, clip_value=clip_value)
@@ -863,7 +865,7 @@ def mixed_precision() -> None:
 @scenario
 def steps_in_backward() -> None:
     for part_bytes in (1, 2000):
-        in_backward.PART_BYTES = part_bytes
+        backward_step.PART_BYTES = part_bytes
         runs = []
         for steps_early in (True, False):
             model = gpt()

@@ -13,7 +13,7 @@ import torch
 
 from fused_offload import FusedOffloadAdam
 from fused_offload.kernels.adam.reference import AdamState, adam_scalars, adam_step_
-from fused_offload.kernels.forms import (
+from fused_offload.kernels.formats import (
     BF16,
     FP16,
     FP16_NONZERO,

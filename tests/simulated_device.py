@@ -25,17 +25,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from fused_offload import cuda_driver, engine
 from fused_offload.kernels.adam import launch as adam
 from fused_offload.kernels.adam import reference
 from fused_offload.kernels.launch import ScalerSignals
-from fused_offload.pipeline import Pipeline
-from fused_offload.queues import DeviceQueues
-from fused_offload.skips import SkipCounter
-from fused_offload.staging import StagingRing
-from fused_offload.stepper import Stepper
-from fused_offload.storage import Extent
-from fused_offload.upload import UploadBuffer
+from fused_offload.memory import cuda_driver
+from fused_offload.memory.staging_ring import StagingRing
+from fused_offload.state.storage import Extent
+from fused_offload.step import devices
+from fused_offload.step.stepper import Stepper
+from fused_offload.stream.pipeline import Pipeline
+from fused_offload.stream.queues import DeviceQueues
+from fused_offload.stream.skip_counter import SkipCounter
+from fused_offload.stream.step_upload import UploadBuffer
 
 _ALIGNMENT = 512
 _GPU = torch.device("cuda", 0)
@@ -587,7 +588,7 @@ def installed(sim: SimulatedDevice, patch: pytest.MonkeyPatch) -> Iterator[None]
     patch.setattr(torch.Tensor, "record_stream", lambda self, stream: _record_stream(sim, self, stream))
     driver = _Driver(sim)
     patch.setattr(cuda_driver, "_driver", lambda: driver)
-    patch.setattr(engine, "_CPU", torch.device("meta"))
+    patch.setattr(devices, "_CPU", torch.device("meta"))
     patch.setattr(adam, "compile_step", lambda *arguments: None)
     patch.setattr(DeviceQueues, "_of_device", weakref.WeakValueDictionary())
     if sim.schedule is not None:

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, attach
-from fused_offload.attach import Attachment
-from fused_offload.engine import Engine
-from fused_offload.queues import CurrentStreams
+from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.model_hooks import auto_prefetch
+from fused_offload.model_hooks.auto_prefetch import Attachment
+from fused_offload.step.devices import Engine
+from fused_offload.stream.queues import CurrentStreams
 
 
 class FakeOptimizer:
@@ -73,7 +74,7 @@ class Loop:
         self, monkeypatch: pytest.MonkeyPatch, *, copy_s: float = 0.5, window: int | str = 1, **attach_to: Any
     ) -> None:
         self.now = 0.0
-        monkeypatch.setattr(attach.time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(auto_prefetch.time, "perf_counter", lambda: self.now)
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         self.optimizer = FakeOptimizer()
         self.optimizer.copy_s = copy_s
@@ -198,10 +199,10 @@ def test_auto_shrinks_where_the_allocator_had_to_wait(monkeypatch: pytest.Monkey
 
 def test_memory_is_looked_at_a_few_times_in_a_pass_however_many_parameters() -> None:
     layers = [torch.nn.Linear(8, 8) for _ in range(200)]
-    chosen = attach._occasions([torch.nn.Sequential(*layers)])
+    chosen = auto_prefetch._occasions([torch.nn.Sequential(*layers)])
     assert 25 <= len(chosen) <= 33
     assert chosen[0] is layers[-1].bias  # the first one whose gradient comes up
-    chosen = attach._occasions([torch.nn.Sequential(*layers[:2], torch.nn.Linear(1000, 1000))])
+    chosen = auto_prefetch._occasions([torch.nn.Sequential(*layers[:2], torch.nn.Linear(1000, 1000))])
     assert len(chosen) <= 4
 
 

@@ -17,8 +17,8 @@ import torch
 from helpers import param_of, randn, unchanged
 from torch import nn
 
-import fused_offload.engine
-import fused_offload.store
+import fused_offload.state.store
+import fused_offload.step.devices
 from fused_offload import FusedOffloadAdam, OffloadConfig
 
 device = helpers.device
@@ -679,7 +679,7 @@ def test_too_little_host_memory(device: str, limit: str, monkeypatch: pytest.Mon
     param.grad = torch.ones_like(param)
     maps = []
     with monkeypatch.context() as patch:
-        patch.setattr("fused_offload.hostmem.available_host_bytes", lambda: (3_000_000, limit))
+        patch.setattr("fused_offload.memory.host_limits.available_host_bytes", lambda: (3_000_000, limit))
         patch.setattr(mmap, "mmap", lambda *args, **kwargs: maps.append(args))
         assert_step_refused(optimizer, RuntimeError, rf"needs 0\.008 GB .* only 0\.003 GB are left \(.*{limit}")
     assert not maps
@@ -736,7 +736,7 @@ def test_step_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     weights = [param.detach().clone() for param in params]
     give_grads(optimizer, params, 9)
-    run_chunk, calls = fused_offload.engine.run_chunk, []
+    run_chunk, calls = fused_offload.step.devices.run_chunk, []
 
     def run_two_chunks(*args: Any) -> None:
         calls.append(args)
@@ -745,7 +745,7 @@ def test_step_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
         run_chunk(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fused_offload.engine, "run_chunk", run_two_chunks)
+        patch.setattr(fused_offload.step.devices, "run_chunk", run_two_chunks)
         with pytest.raises(OSError, match="bus error"):
             optimizer.step()
     for use in (optimizer.step, optimizer.state_dict, optimizer.torch_state_dict):

@@ -18,12 +18,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import fused_offload.checkpoint
+import fused_offload.checkpoint.state_dict
 from fused_offload import FusedOffloadAdam, OffloadConfig
-from fused_offload.arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS
 from fused_offload.kernels.adam.reference import AdamState, adam_scalars, adam_step_
-from fused_offload.kernels.forms import FP16, SCALE_BLOCK, Form, Stored, decode, encode_
-from fused_offload.state import StateEntry, set_scaled
+from fused_offload.kernels.formats import FP16, SCALE_BLOCK, Form, Stored, decode, encode_
+from fused_offload.rules.arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS
+from fused_offload.state.entry import StateEntry, set_scaled
 
 Bits = dict[str, torch.Tensor]
 
@@ -1143,7 +1143,7 @@ def test_a_load_that_is_interrupted_refuses_steps(device: torch.device, monkeypa
         set_scaled(entry, key, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fused_offload.checkpoint, "set_scaled", interrupted)
+        patch.setattr(fused_offload.checkpoint.state_dict, "set_scaled", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.load_state_dict(saved)
     for use in (optimizer.step, optimizer.state_dict):

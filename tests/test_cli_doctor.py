@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 import torch
 
-from fused_offload import cli, numa, profiles
-from fused_offload.pinned import PinnedSlab
-from fused_offload.profiles import Found
+from fused_offload import cli
+from fused_offload.memory import numa
+from fused_offload.memory.pinned import PinnedSlab
+from fused_offload.profiles import profile as profiles
+from fused_offload.profiles.profile import Found
 from fused_offload.tuning import doctor, doctor_command, machine
 from fused_offload.tuning.doctor import Finding, examine, exit_code
 from fused_offload.tuning.machine import NOT_FOUND, Gpu, Link, Machine, read_machine

@@ -20,8 +20,8 @@ from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.adam import kernel
 from fused_offload.kernels.adam import launch as adam
 from fused_offload.kernels.adam.reference import adam_scalars
-from fused_offload.launches import Launches
 from fused_offload.rules.adam import AdamRule
+from fused_offload.stream.launches import Launches
 
 pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
 COMPILE_STEP = adam.compile_step  # which the pipeline on the CPU has no use for

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import fused_offload
 from fused_offload import FusedOffloadAdam
-from fused_offload.tensors import has_data
+from fused_offload.params.dense import has_data
 
 device = helpers.device
 

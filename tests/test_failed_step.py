@@ -15,8 +15,10 @@ pytest.importorskip("triton")
 
 from simulated_device import SimulatedDevice
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, cuda_driver, upload
+from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.adam import launch as adam
+from fused_offload.memory import cuda_driver
+from fused_offload.stream import step_upload
 
 pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
 
@@ -91,7 +93,7 @@ def fail_to_launch(*_: Any) -> None:
 def test_a_table_that_found_no_memory_is_found_some_later(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was there before is used as long as it was, and not beyond its end."""
     for name in ("_LEAST_BYTES", "_SLAB_BYTES"):
-        monkeypatch.setattr(upload, name, 1)
+        monkeypatch.setattr(step_upload, name, 1)
     optimizer = FusedOffloadAdam([torch.nn.Parameter(torch.zeros(1024))], offload=OffloadConfig(chunk_bytes=1024))
     upload_copies(optimizer, monkeypatch)
     first = optimizer.param_groups[0]["params"]
@@ -114,7 +116,7 @@ def test_a_table_that_found_no_memory_is_found_some_later(fails: str, monkeypatc
             return getattr(torch, name)
 
     with monkeypatch.context() as patched:
-        patched.setattr(upload, *{"empty": ("torch", Torch()), "PinnedSlab": ("PinnedSlab", no_memory)}[fails])
+        patched.setattr(step_upload, *{"empty": ("torch", Torch()), "PinnedSlab": ("PinnedSlab", no_memory)}[fails])
         with pytest.raises(torch.OutOfMemoryError):
             optimizer.step()
     assert not more[0].any()
@@ -191,13 +193,13 @@ def test_an_interrupted_table_or_copy_is_made_again(monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     sent: list[int] = []
-    buffer = upload.UploadBuffer(torch.device("cpu"))
-    monkeypatch.setattr(upload.cuda_driver, "copy_to_device_async", lambda *arguments: sent.append(1))
+    buffer = step_upload.UploadBuffer(torch.device("cpu"))
+    monkeypatch.setattr(step_upload.cuda_driver, "copy_to_device_async", lambda *arguments: sent.append(1))
     record = SimulatedDevice().current.record_event
     buffer.send(table, {}, 0, record)
     other = SimpleNamespace(version=5, nbytes=table.nbytes, rows=table.rows, write_to=table.write_to)
     with monkeypatch.context() as patched:
-        patched.setattr(upload.cuda_driver, "copy_to_device_async", interrupted)
+        patched.setattr(step_upload.cuda_driver, "copy_to_device_async", interrupted)
         with pytest.raises(KeyboardInterrupt):
             buffer.send(other, {}, 0, record)  # type: ignore[arg-type]
     buffer.send(table, {}, 0, record)
@@ -219,11 +221,13 @@ def test_the_host_runs_ahead_of_the_copies_of_tables(monkeypatch: pytest.MonkeyP
         def synchronize(self) -> None:
             done[self.number] = True
 
-    monkeypatch.setattr(upload, "_SLAB_BYTES", 4096)
-    monkeypatch.setattr(upload, "_MOST_BYTES", 6 * 4096)
+    monkeypatch.setattr(step_upload, "_SLAB_BYTES", 4096)
+    monkeypatch.setattr(step_upload, "_MOST_BYTES", 6 * 4096)
     sources: list[int] = []
-    monkeypatch.setattr(upload.cuda_driver, "copy_to_device_async", lambda *arguments: sources.append(arguments[1]))
-    buffer = upload.UploadBuffer(torch.device("cpu"))
+    monkeypatch.setattr(
+        step_upload.cuda_driver, "copy_to_device_async", lambda *arguments: sources.append(arguments[1])
+    )
+    buffer = step_upload.UploadBuffer(torch.device("cpu"))
 
     def send(numel: int = 1) -> int:
         rows = np.zeros((numel, 6), np.int64)

@@ -18,8 +18,9 @@ import pytest
 import torch
 from cpu_pipeline import pipeline_on_the_cpu  # noqa: F401
 
-from fused_offload import FusedOffloadAdam, storage
-from fused_offload.pinned import PinnedSlab
+from fused_offload import FusedOffloadAdam
+from fused_offload.memory.pinned import PinnedSlab
+from fused_offload.state import storage
 
 BYTES = 2**16
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fused_offload.kernels.forms import (
+from fused_offload.kernels.formats import (
     BF16,
     BF16_STOCHASTIC,
     FP16,

@@ -26,9 +26,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_tune import KEY, PROFILE
 
-from fused_offload import OffloadConfig, profiles, quantities
+from fused_offload import OffloadConfig
 from fused_offload.cli import _build_parser, main
-from fused_offload.streaming import settle
+from fused_offload.plan.transfer_settings import settle
+from fused_offload.profiles import profile as profiles
+from fused_offload.profiles import units as quantities
 
 Fuzz = Callable[[], None]
 

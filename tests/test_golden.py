@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 
 from fused_offload import FusedOffloadAdam
-from fused_offload.kernels.forms import join_remainder
+from fused_offload.kernels.formats import join_remainder
 
 GOLDEN = Path(__file__).parent / "golden" / "te_fused_adam_2.20.2_h100.safetensors"
 RECORDED_STEPS = (1, 2, 10)

@@ -11,9 +11,12 @@ import pytest
 import torch
 from gpu_training import FORMS, Outcome, assert_same, make_params, outcome, set_grads
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, cuda_driver, in_backward, stepper
+from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.adam import launch as adam
-from fused_offload.window import blocks_of
+from fused_offload.memory import cuda_driver
+from fused_offload.model_hooks import backward_step
+from fused_offload.plan.window_blocks import blocks_of
+from fused_offload.step import stepper
 
 pytestmark = pytest.mark.gpu
 
@@ -106,7 +109,7 @@ def expected(steps: int) -> Outcome:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the few parameters here fill several blocks and parts."""
-    monkeypatch.setattr(in_backward, "PART_BYTES", MIB)
+    monkeypatch.setattr(backward_step, "PART_BYTES", MIB)
     monkeypatch.setattr(stepper, "blocks_of", functools.partial(blocks_of, block_bytes=3 * MIB))
 
 
@@ -224,7 +227,7 @@ def test_a_backward_pass_in_parts_runs_ahead_of_the_device() -> None:
 
 
 def test_the_first_step_in_parts_takes_no_longer_than_twice_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_backward, "PART_BYTES", 250 * 256 * 4)
+    monkeypatch.setattr(backward_step, "PART_BYTES", 250 * 256 * 4)
     seconds: list[list[float]] = []
     for _ in range(2):  # kernels are compiled in the first
         params = [torch.nn.Parameter(torch.zeros(256, device="cuda")) for _ in range(5000)]

@@ -16,8 +16,9 @@ import pytest
 import torch
 from gpu_training import FORMS, make_params, set_grads
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, cuda_driver
-from fused_offload.pinned import PinnedSlab
+from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.memory import cuda_driver
+from fused_offload.memory.pinned import PinnedSlab
 
 pytestmark = pytest.mark.gpu
 

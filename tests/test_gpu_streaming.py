@@ -54,7 +54,7 @@ def test_small_chunks_of_many_sizes(forms: str) -> None:
 
 def delay(monkeypatch: pytest.MonkeyPatch, slow: str, dropped: str | None = None) -> None:
     """Puts a delay kernel in front of everything on one stream; drops all waits of another one."""
-    from fused_offload import pipeline
+    from fused_offload.stream import pipeline
 
     class SlowOps(pipeline.CudaOps):
         def _sleep(self, name: str) -> None:

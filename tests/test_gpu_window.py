@@ -12,8 +12,9 @@ import torch
 from gpu_training import FORMS, Outcome, assert_same, build, differs, outcome, poison, set_grads
 from test_gpu_streaming import MIB, RESIDENT, STREAMS, delay
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, stepper
-from fused_offload.window import blocks_of
+from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.plan.window_blocks import blocks_of
+from fused_offload.step import stepper
 
 pytestmark = pytest.mark.gpu
 
@@ -244,7 +245,7 @@ def test_the_last_step_is_reported_without_waiting_for_it() -> None:
 
 
 def test_too_little_memory_makes_the_window_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fused_offload import pipeline
+    from fused_offload.stream import pipeline
 
     taken = []
     allocate = torch.empty

@@ -13,8 +13,9 @@ import pytest
 import torch
 from cpu_pipeline import pipeline_on_the_cpu  # noqa: F401
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, in_backward
+from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.adam import launch as adam
+from fused_offload.model_hooks import backward_step
 
 SHAPE = (16,)
 
@@ -71,7 +72,7 @@ def test_a_new_set_costs_little_more_than_a_known_one(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_plans_do_not_keep_the_storage_of_removed_entries(monkeypatch: pytest.MonkeyPatch, in_parts: bool) -> None:
-    monkeypatch.setattr(in_backward, "PART_BYTES", 1)
+    monkeypatch.setattr(backward_step, "PART_BYTES", 1)
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     optimizer = FusedOffloadAdam(model.parameters())
     if in_parts:

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, hostmem, pinned, storage
-from fused_offload.pinned import PinnedSlab
+from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.memory import host_limits, pinned
+from fused_offload.memory.pinned import PinnedSlab
+from fused_offload.state import storage
 
 MB = 10**6
 
@@ -321,7 +323,7 @@ def test_close_keeps_nothing(device: torch.device, slabs: Slabs, partly: bool) -
 
 
 def limit_host(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
-    monkeypatch.setattr(hostmem, "available_host_bytes", lambda: (left, "cgroup"))
+    monkeypatch.setattr(host_limits, "available_host_bytes", lambda: (left, "cgroup"))
 
 
 ALLOCATIONS: dict[str, Callable[[FusedOffloadAdam, list[Any]], Any]] = {
@@ -395,8 +397,8 @@ def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     root.mkdir()
     own = tmp_path / "self"
     own.write_text("0::/\n")
-    monkeypatch.setattr(hostmem, "_CGROUP_ROOT", root)
-    monkeypatch.setattr(hostmem, "_OWN_CGROUPS", own)
+    monkeypatch.setattr(host_limits, "_CGROUP_ROOT", root)
+    monkeypatch.setattr(host_limits, "_OWN_CGROUPS", own)
     return root
 
 
@@ -407,7 +409,7 @@ def write_cgroup(folder: Path, **files: object) -> None:
 
 
 def test_without_a_cgroup_the_machine_is_the_limit(cgroups: Path) -> None:
-    left, limit = hostmem.available_host_bytes()
+    left, limit = host_limits.available_host_bytes()
     assert limit == "machine"
     assert left > 10**6
 
@@ -417,7 +419,7 @@ def test_limit_of_a_cgroup_v2(cgroups: Path, stat: str | None) -> None:
     write_cgroup(cgroups, memory__max=10_000, memory__current=4_000)
     if stat is not None:
         write_cgroup(cgroups, memory__stat=stat)
-    assert hostmem.available_host_bytes() == (6_000 if stat is None else 6_250, "cgroup")
+    assert host_limits.available_host_bytes() == (6_000 if stat is None else 6_250, "cgroup")
 
 
 def test_limit_of_a_cgroup_v1(cgroups: Path) -> None:
@@ -427,7 +429,7 @@ def test_limit_of_a_cgroup_v1(cgroups: Path) -> None:
         memory__usage_in_bytes=4_000,
         memory__stat="inactive_file 1\ntotal_inactive_file 500\n",
     )
-    assert hostmem.available_host_bytes() == (6_500, "cgroup")
+    assert host_limits.available_host_bytes() == (6_500, "cgroup")
 
 
 @pytest.mark.parametrize(
@@ -451,28 +453,28 @@ def test_the_tightest_cgroup_above_the_process_counts(
     unlimited = "max" if base == "." else 9223372036854771712
     write(cgroups / base / "job" / "task", unlimited, 10)
     write(cgroups / base / "other", 5, 0)
-    assert hostmem.available_host_bytes()[1] == "machine"
+    assert host_limits.available_host_bytes()[1] == "machine"
     write(cgroups / base / "job", 9_000, 1_000)
-    assert hostmem.available_host_bytes() == (8_000, "cgroup")
+    assert host_limits.available_host_bytes() == (8_000, "cgroup")
     write(cgroups / base / "job" / "task", 5_000, 700)
-    assert hostmem.available_host_bytes() == (4_300, "cgroup")
+    assert host_limits.available_host_bytes() == (4_300, "cgroup")
     write(cgroups / base / "job", 9_000, 9_500)  # over its limit
-    assert hostmem.available_host_bytes() == (0, "cgroup")
+    assert host_limits.available_host_bytes() == (0, "cgroup")
 
 
 def test_a_cgroup_that_is_slowed_down_is_as_good_as_full(cgroups: Path) -> None:
     write_cgroup(cgroups, memory__max=10_000, memory__high=7_000, memory__current=4_000)
-    assert hostmem.available_host_bytes() == (3_000, "cgroup")
+    assert host_limits.available_host_bytes() == (3_000, "cgroup")
 
 
 def test_what_the_kernel_says_otherwise_is_passed_over(cgroups: Path) -> None:
     odd = b"no colons\n4:memory\n0::/a\xff/job\n"
     (cgroups.parent / "self").write_bytes(odd)
     write_cgroup(cgroups, memory__max=10_000, memory__current=4_000, memory__stat="inactive_file many\nnothing\n")
-    assert hostmem.available_host_bytes() == (6_000, "cgroup")
+    assert host_limits.available_host_bytes() == (6_000, "cgroup")
     own = Path(os.fsdecode(os.fsencode(cgroups) + b"/a\xff/job"))
     write_cgroup(own, memory__max=9_000, memory__current=4_000)
-    assert hostmem.available_host_bytes() == (5_000, "cgroup")
+    assert host_limits.available_host_bytes() == (5_000, "cgroup")
 
 
 @pytest.mark.parametrize("meminfo", [None, "", "MemTotal: 32 kB\n", "MemTotal: 8 kB\nMemAvailable: many kB\n"])
@@ -482,22 +484,22 @@ def test_where_the_kernel_says_nothing_nothing_is_checked(
     path = cgroups.parent / "meminfo"
     if meminfo is not None:
         path.write_text(meminfo)
-    monkeypatch.setattr(hostmem, "_MEMINFO", path)
-    assert hostmem.available_host_bytes() == (None, "unknown")
+    monkeypatch.setattr(host_limits, "_MEMINFO", path)
+    assert host_limits.available_host_bytes() == (None, "unknown")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     params = make_params(device, (1_000,))
     step(FusedOffloadAdam(params), params)
     assert len(slabs.sizes) == 1
     write_cgroup(cgroups, memory__max=10_000, memory__current=4_000)
-    assert hostmem.available_host_bytes() == (6_000, "cgroup")
+    assert host_limits.available_host_bytes() == (6_000, "cgroup")
 
 
 def test_the_machine_is_read(cgroups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = cgroups.parent / "meminfo"
     path.write_text("MemTotal:       32000 kB\nMemFree:  9 kB\nMemAvailable:   8000 kB\nVmallocUsed: 7 kB\n")
-    monkeypatch.setattr(hostmem, "_MEMINFO", path)
-    assert hostmem.available_host_bytes() == (8_000 * 1024, "machine")
-    assert hostmem.host_bytes() == 32_000 * 1024
+    monkeypatch.setattr(host_limits, "_MEMINFO", path)
+    assert host_limits.available_host_bytes() == (8_000 * 1024, "machine")
+    assert host_limits.host_bytes() == 32_000 * 1024
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -517,10 +519,10 @@ def test_equal_ranks_are_refused_where_they_do_not_fit_together_and_only_there(
                 cgroups, memory__max=limit, memory__current=used + cache, memory__stat=f"inactive_file {cache}"
             )
             if is_taken:
-                hostmem.check_host_bytes(needed)
+                host_limits.check_host_bytes(needed)
                 continue
             with pytest.raises(RuntimeError, match="of host memory, but only") as refused:
-                hostmem.check_host_bytes(needed)
+                host_limits.check_host_bytes(needed)
             told = f"for {ranks - has_theirs} ranks that allocate at the same time (LOCAL_WORLD_SIZE is {ranks};"
             assert (told in str(refused.value)) == (has_theirs < ranks - 1)
 
@@ -529,10 +531,10 @@ def test_equal_ranks_are_refused_where_they_do_not_fit_together_and_only_there(
 def test_a_process_that_is_alone_may_take_all(cgroups: Path, ranks: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     write_cgroup(cgroups, memory__max=10_000, memory__current=0)
-    hostmem.check_host_bytes(10_000)
-    hostmem.check_host_bytes(0)
+    host_limits.check_host_bytes(10_000)
+    host_limits.check_host_bytes(0)
     with pytest.raises(RuntimeError, match="are left \\(limited by the cgroup"):
-        hostmem.check_host_bytes(10_001)
+        host_limits.check_host_bytes(10_001)
 
 
 def test_an_address_space_that_is_too_small_is_told_with_its_limit() -> None:
@@ -570,10 +572,10 @@ def test_what_only_garbage_holds_is_collected_before_memory_is_refused(monkeypat
     gc.disable()
     try:
         garbage = weakref.ref(Cycle())
-        monkeypatch.setattr(hostmem, "available_host_bytes", lambda: (100 if garbage() is None else 10, "machine"))
-        hostmem.check_host_bytes(50)
+        monkeypatch.setattr(host_limits, "available_host_bytes", lambda: (100 if garbage() is None else 10, "machine"))
+        host_limits.check_host_bytes(50)
         with pytest.raises(RuntimeError, match="host memory"):
-            hostmem.check_host_bytes(500)
+            host_limits.check_host_bytes(500)
     finally:
         if was_enabled:
             gc.enable()

@@ -23,7 +23,7 @@ import triton.runtime.interpreter as interpreter
 
 from fused_offload.kernels.adam import launch as adam
 from fused_offload.kernels.adam.reference import AdamScalars, AdamState, adam_scalars, adam_step_
-from fused_offload.kernels.forms import (
+from fused_offload.kernels.formats import (
     BF16,
     BF16_STOCHASTIC,
     FP16,

@@ -285,7 +285,7 @@ def test_the_wheel_puts_the_files_where_python_looks(environment: Environment) -
 def test_the_variable_installs(environment: Environment) -> None:
     assert environment.output(IMPORT_MEGATRON, FUSED_OFFLOAD_ADAM="1") == [
         "before: []",
-        "place: fused_offload.megatron.places",
+        "place: fused_offload.megatron.replacements",
         "same in both: True",
     ]
 

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fused_offload import FusedOffloadAdam, cuda_driver, numa, pinned, report, storage
-from fused_offload.pinned import PinnedSlab
+from fused_offload import FusedOffloadAdam
+from fused_offload.memory import cuda_driver, numa, pinned
+from fused_offload.memory.pinned import PinnedSlab
+from fused_offload.state import memory_report, storage
 from fused_offload.tuning.machine import read_numa_nodes
 
 TWO_NODES = {0: Path("node0"), 1: Path("node1")}
@@ -31,7 +33,7 @@ def test_state_is_asked_for_on_the_node_of_its_gpu(
     two_nodes: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(storage.numa, "preferred_node", lambda device: 1)
-    monkeypatch.setattr(report.numa, "nodes_of", lambda address, nbytes: {0: 0.25, 1: 0.75})
+    monkeypatch.setattr(memory_report.numa, "nodes_of", lambda address, nbytes: {0: 0.25, 1: 0.75})
     param = torch.nn.Parameter(torch.zeros(1000))
     optimizer = FusedOffloadAdam([param])
     optimizer.initialize_state(param)

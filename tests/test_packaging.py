@@ -72,14 +72,14 @@ def test_a_checkout_imports_where_another_is_installed(tmp_path: Path) -> None:
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     program = (
         "import sys; sys.meta_path[:] = [one for one in sys.meta_path if 'editable' not in repr(one)]\n"
-        "import fused_offload.kernels.forms as forms; print(forms.__file__)\n"
+        "import fused_offload.kernels.formats as formats; print(formats.__file__)\n"
         "import pkgutil, fused_offload\n"
         "print(*(one.name for one in pkgutil.iter_modules(fused_offload.__path__)))\n"
         "from fused_offload import FusedOffloadAdam, cli; cli.main(['plan', '--params', '1e9', '--json'])"
     )
     run = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert run.stdout.splitlines()[0] == str(tmp_path / "kernels" / "forms.py")
+    assert run.stdout.splitlines()[0] == str(tmp_path / "kernels" / "formats.py")
     names = run.stdout.splitlines()[1].split()
     assert "optimizer" in names
     assert not {"fused_offload", "kernels"} & set(names)  # what else lies beside is no part of it

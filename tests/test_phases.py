@@ -9,7 +9,7 @@ import torch
 from torch.autograd import profiler
 
 from fused_offload import FusedOffloadAdam
-from fused_offload.phases import phase
+from fused_offload.step.profiler_ranges import phase
 
 
 def stepped() -> FusedOffloadAdam:
@@ -61,7 +61,7 @@ def test_a_compiled_function_takes_phases() -> None:
 
 
 def test_without_the_light_one_record_function_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fused_offload.phases._light", profiler.record_function)
+    monkeypatch.setattr("fused_offload.step.profiler_ranges._light", profiler.record_function)
     stepped()
 
 

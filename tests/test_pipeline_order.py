@@ -12,7 +12,11 @@ import pytest
 
 pytest.importorskip("triton")
 
-from fused_offload.schedule import (
+from fused_offload.memory.staging_ring import Slot
+from fused_offload.plan.window_blocks import WriteBacks
+from fused_offload.state.layout import ArrayPlace
+from fused_offload.stream.copies import ChunkTransfer, Copy
+from fused_offload.stream.schedule import (
     LoadedBlock,
     StreamedChunk,
     WindowChunk,
@@ -22,10 +26,6 @@ from fused_offload.schedule import (
     stream_chunks,
     write_back_window,
 )
-from fused_offload.staging import Slot
-from fused_offload.storage import ArrayPlace
-from fused_offload.transfers import ChunkTransfer, Copy
-from fused_offload.window import WriteBacks
 
 EDGES = ("previous step", "slot reuse", "compute after prefetch", "write-back after compute", "window memory")
 WINDOW_EDGE = "window memory"
@@ -144,7 +144,7 @@ class FakeWindow:
         self.ops, self.write_backs = ops, write_backs
         self.memory = [Slot(None) for _ in range(7)]  # type: ignore[arg-type]
         self.loaded: dict[int, LoadedBlock] = {}
-        monkeypatch.setattr("fused_offload.schedule.block_transfer", lambda place: (Copy(place, 0, 1),))
+        monkeypatch.setattr("fused_offload.stream.schedule.block_transfer", lambda place: (Copy(place, 0, 1),))
 
     def prefetch(self, places: Sequence[int]) -> None:
         for place in places:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fused_offload.plan import ALIGNMENT, Chunk, CopyRange, Piece, Segment, align, chunk_numel, make_plan
+from fused_offload.plan.chunks import Chunk, CopyRange, Piece, Segment, make_plan
+from fused_offload.state.layout import ALIGNMENT, align, chunk_numel
 
 KINDS = ("a", "b", "c")
 

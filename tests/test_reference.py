@@ -14,7 +14,7 @@ import torch
 
 from fused_offload.kernels.adam import reference
 from fused_offload.kernels.adam.reference import AdamScalars, AdamState, adam_scalars, adam_step_, bias_correction
-from fused_offload.kernels.forms import (
+from fused_offload.kernels.formats import (
     BF16,
     BF16_STOCHASTIC,
     FP16,

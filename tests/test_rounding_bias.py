@@ -18,7 +18,7 @@ import torch
 from fused_offload.kernels.adam import launch as adam
 from fused_offload.kernels.adam import reference
 from fused_offload.kernels.adam.reference import AdamScalars, AdamState, adam_scalars
-from fused_offload.kernels.forms import (
+from fused_offload.kernels.formats import (
     BF16_STOCHASTIC,
     LOG8,
     ROOT8,

@@ -26,14 +26,19 @@ pytest.importorskip("triton")
 import simulated_device
 from simulated_device import SCHEDULES, Schedule, Signal, SimulatedDevice
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, cuda_driver, in_backward, skips, stepper, upload
-from fused_offload.pipeline import Pipeline
-from fused_offload.queues import DeviceQueues
-from fused_offload.schedule import StreamedChunk
-from fused_offload.skips import SkipCounter
-from fused_offload.staging import StagingRing
-from fused_offload.upload import UploadBuffer
-from fused_offload.window import WriteBacks, blocks_of
+from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.memory import cuda_driver
+from fused_offload.memory.staging_ring import StagingRing
+from fused_offload.model_hooks import backward_step
+from fused_offload.plan.window_blocks import WriteBacks, blocks_of
+from fused_offload.step import stepper
+from fused_offload.stream import skip_counter as skips
+from fused_offload.stream import step_upload
+from fused_offload.stream.pipeline import Pipeline
+from fused_offload.stream.queues import DeviceQueues
+from fused_offload.stream.schedule import StreamedChunk
+from fused_offload.stream.skip_counter import SkipCounter
+from fused_offload.stream.step_upload import UploadBuffer
 
 CHUNK_BYTES = 2048
 SIZES = ((300,), (1,), (25, 11), (200,))
@@ -373,9 +378,9 @@ def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stepper, "blocks_of", lambda extents: blocks_of(extents, CHUNK_BYTES))
         patch.setattr(skips, "MAX_PENDING", 3)
-        patch.setattr(in_backward, "PART_BYTES", 1000)
+        patch.setattr(backward_step, "PART_BYTES", 1000)
         for name, nbytes in (("_LEAST_BYTES", 4096), ("_SLAB_BYTES", 8192), ("_MOST_BYTES", 8192)):
-            patch.setattr(upload, name, nbytes)
+            patch.setattr(step_upload, name, nbytes)
         yield
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from fused_offload import FusedOffloadAdam
-from fused_offload.arguments import moment_forms, standing_average
-from fused_offload.kernels.forms import SCALE_BLOCK, Stored, decode, encode_
+from fused_offload.kernels.formats import SCALE_BLOCK, Stored, decode, encode_
+from fused_offload.rules.arguments import moment_forms, standing_average
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 

@@ -15,9 +15,9 @@ import torch
 from helpers import unchanged
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
-from fused_offload.kernels.forms import FP32, join_remainder
-from fused_offload.mapping import StateMapping
-from fused_offload.state import StateEntry, StateHooks
+from fused_offload.kernels.formats import FP32, join_remainder
+from fused_offload.state.entry import StateEntry, StateHooks
+from fused_offload.state.mapping import StateMapping
 
 HYPERPARAMETERS = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.03}
 SHAPES = [(5,), (3, 43), (300,)]

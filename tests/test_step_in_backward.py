@@ -14,11 +14,12 @@ from helpers import assert_same_snapshot, snapshot, unchanged
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, in_backward
-from fused_offload.in_backward import SteppedGrad
-from fused_offload.staging import Slot, StagingRing
-from fused_offload.stepper import Stepper
-from fused_offload.window import WriteBacks
+from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.memory.staging_ring import Slot, StagingRing
+from fused_offload.model_hooks import backward_step
+from fused_offload.model_hooks.backward_step import SteppedGrad
+from fused_offload.plan.window_blocks import WriteBacks
+from fused_offload.step.stepper import Stepper
 
 device = helpers.device
 
@@ -36,7 +37,7 @@ FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of a weight or two of the small models here."""
-    monkeypatch.setattr(in_backward, "PART_BYTES", 7000)
+    monkeypatch.setattr(backward_step, "PART_BYTES", 7000)
 
 
 class Net(torch.nn.Module):
@@ -98,7 +99,7 @@ def refused(words: str, function: Callable[..., Any], *arguments: Any) -> None:
 @pytest.mark.parametrize("part_bytes", [1, 7000, 10**9])
 @pytest.mark.parametrize("forms", FORMS)
 def test_same_bits(device: str, forms: str, part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_backward, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(backward_step, "PART_BYTES", part_bytes)
     dtype, arguments = FORMS[forms]
     results = []
     for steps_in_backward in (False, True):
@@ -120,7 +121,7 @@ def test_same_bits(device: str, forms: str, part_bytes: int, monkeypatch: pytest
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_storage_of_removed_state_is_freed(device: str, in_parts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that steps remember keeps it, though parts of a step have plans of their own."""
-    monkeypatch.setattr(in_backward, "PART_BYTES", 1)
+    monkeypatch.setattr(backward_step, "PART_BYTES", 1)
     model = net(device)
     optimizer = adam(model)
     if in_parts:
@@ -173,7 +174,7 @@ def test_gradients_are_freed_during_the_pass(device: str) -> None:
 
 
 def test_small_parameters_are_stepped_together(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_backward, "PART_BYTES", 100 * 512 * 4)
+    monkeypatch.setattr(backward_step, "PART_BYTES", 100 * 512 * 4)
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(512, device=device)) for _ in range(550))
     optimizer = FusedOffloadAdam(model.parameters())
     optimizer.step_in_backward(model)
@@ -190,7 +191,7 @@ def test_small_parameters_are_stepped_together(device: str, monkeypatch: pytest.
 
 def test_the_first_step_looks_at_all_parameters_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not once for each part, whose state becomes authoritative one after another."""
-    monkeypatch.setattr(in_backward, "PART_BYTES", 1)
+    monkeypatch.setattr(backward_step, "PART_BYTES", 1)
     model = torch.nn.ParameterList(torch.nn.Parameter(torch.zeros(16, device=device)) for _ in range(20))
     optimizer = FusedOffloadAdam(model.parameters())
     optimizer.step_in_backward(model)
@@ -205,7 +206,7 @@ def test_the_first_step_looks_at_all_parameters_once(device: str, monkeypatch: p
 
 @pytest.mark.parametrize("part_bytes", [1, 7000])
 def test_clipping_by_value(device: str, part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_backward, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(backward_step, "PART_BYTES", part_bytes)
     model, optimizer, reference, expected = pair(device, clip_value=0.01)
     train(model, optimizer)
     for step in range(5):
@@ -288,7 +289,7 @@ def test_several_gradients_of_a_weight_in_one_pass_are_refused(device: str) -> N
 
 
 def test_a_weight_that_the_pass_still_needs_is_noticed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_backward, "PART_BYTES", 1)
+    monkeypatch.setattr(backward_step, "PART_BYTES", 1)
     model, _optimizer, *_ = pair(device)
     x = torch.ones(2, WIDTH, device=device, requires_grad=True)
     weight = model.layers[4].weight
@@ -338,7 +339,7 @@ def test_parameters_that_come_later(device: str) -> None:
 
 @pytest.mark.parametrize("part_bytes", [1, 10**9])
 def test_everything_that_looks_at_all_gradients(device: str, part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_backward, "PART_BYTES", part_bytes)
+    monkeypatch.setattr(backward_step, "PART_BYTES", part_bytes)
     model, optimizer, *_ = pair(device)
     train(model, optimizer, range(1))
     loss_of(model, 1).backward()
@@ -671,7 +672,7 @@ MIB = 2**20
 
 @pytest.fixture
 def large_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(in_backward, "PART_BYTES", 24 * MIB)
+    monkeypatch.setattr(backward_step, "PART_BYTES", 24 * MIB)
     gc.collect()
     torch.cuda.empty_cache()
     yield
@@ -721,7 +722,7 @@ def test_peak_of_gpu_memory(width: int) -> None:
 @pytest.mark.parametrize("side_stream", [False, True])
 def test_streams_the_bits_of_the_ordinary_step(side_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With parts of one chunk, whose copies overlap, and gradients that other kernels overwrite once they are freed."""
-    monkeypatch.setattr(in_backward, "PART_BYTES", 4 * MIB)
+    monkeypatch.setattr(backward_step, "PART_BYTES", 4 * MIB)
     results = []
     for steps_in_backward in (False, True):
         torch.manual_seed(0)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
-from fused_offload.engine import Engine
-from fused_offload.step_report import Span, StepLog, StepMarks, combined, report_of
+from fused_offload.step.devices import Engine
+from fused_offload.step.step_report import combined, report_of
+from fused_offload.stream.timing import Span, StepLog, StepMarks
 
 
 class At:

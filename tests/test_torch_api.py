@@ -39,11 +39,11 @@ from torch.optim import lr_scheduler
 from torch.utils._device import _device_constructors
 
 import fused_offload.kernels
-import fused_offload.store
-import fused_offload.updates
+import fused_offload.params.tracker
+import fused_offload.state.store
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.adam import launch as adam
-from fused_offload.tensors import addresses_of
+from fused_offload.params.dense import addresses_of
 
 device = helpers.device
 
@@ -1223,7 +1223,7 @@ def test_a_steady_step_asks_where_each_tensor_is_once(device: str, monkeypatch: 
 
     for step in range(4):
         if step == 2:
-            for module in (fused_offload.updates, fused_offload.store):
+            for module in (fused_offload.params.tracker, fused_offload.state.store):
                 monkeypatch.setattr(module, "addresses_of", counting)
         for param in params:
             param.grad = torch.full((5,), float(step + 1), device=device)

@@ -19,13 +19,18 @@ import torch
 from helpers import only_error
 from tune_ways import timed
 
-from fused_offload import OffloadConfig, cuda_driver, engine, machine_key, profiles
+from fused_offload import OffloadConfig
 from fused_offload.cli import main
-from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, MIB
-from fused_offload.machine_key import MachineKey
-from fused_offload.profiles import Choice, Found, Profile, Timing
-from fused_offload.streaming import Streaming, streaming_of
-from fused_offload.tuning import choose
+from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH
+from fused_offload.memory import cuda_driver
+from fused_offload.plan.transfer_settings import Streaming, streaming_of
+from fused_offload.profiles import machine_key
+from fused_offload.profiles import profile as profiles
+from fused_offload.profiles.machine_key import MachineKey
+from fused_offload.profiles.profile import Choice, Found, Profile, Timing
+from fused_offload.profiles.units import MIB
+from fused_offload.step import devices as engine
+from fused_offload.tuning import candidates
 
 KEY = MachineKey("NVIDIA H100 80GB HBM3", "32.0 GT/s PCIe x16", "Xeon, 16 CPUs, 1 NUMA nodes", {"torch": "2.11"})
 SMALL = Choice(240_000_000, "zero_copy", 8 * MIB, 3, 32, 7.0, "because")
@@ -191,9 +196,9 @@ def test_bounds_of_a_profile(change: Any, below: Any, least: Any, most: Any, abo
 
 def test_whatever_tune_tries_is_within_the_bounds() -> None:
     tried = {
-        "chunk_bytes": [mib * MIB for mib in choose.CHUNK_MIB],
-        "depth": choose.DEPTHS,
-        "programs": choose.PROGRAMS,
+        "chunk_bytes": [mib * MIB for mib in candidates.CHUNK_MIB],
+        "depth": candidates.DEPTHS,
+        "programs": candidates.PROGRAMS,
     }
     assert {name: (min(values), max(values)) for name, values in tried.items()} == profiles.CHOICES
 

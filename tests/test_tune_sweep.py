@@ -14,11 +14,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tune_ways import timed
 
-from fused_offload import profiles
-from fused_offload.config import LEAST_DEFAULT_CHUNK_BYTES, MIB
-from fused_offload.machine_key import MachineKey
-from fused_offload.streaming import Streaming, default_streaming
-from fused_offload.tuning.choose import Timed, candidates, choose, chosen, still_close
+from fused_offload.config import LEAST_DEFAULT_CHUNK_BYTES
+from fused_offload.plan.transfer_settings import Streaming, default_streaming
+from fused_offload.profiles import profile as profiles
+from fused_offload.profiles.machine_key import MachineKey
+from fused_offload.profiles.units import MIB
+from fused_offload.tuning.candidates import Timed, candidates, choose, chosen, still_close
 
 Swept = Any  # of `tuning.measure`, which needs Triton
 

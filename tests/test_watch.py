@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from fused_offload import watch
-from fused_offload.watch import KindWatch
+from fused_offload.params import tensor_guards as watch
+from fused_offload.params.tensor_guards import KindWatch
 
 
 @pytest.fixture(params=["guards", "questions"], autouse=True)

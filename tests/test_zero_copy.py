@@ -12,10 +12,12 @@ pytest.importorskip("triton")
 
 import cpu_pipeline
 
-from fused_offload import FusedOffloadAdam, OffloadConfig, window
-from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, DEFAULT_PROGRAMS, MIB
+from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, DEFAULT_PROGRAMS
 from fused_offload.kernels.adam import launch as adam
-from fused_offload.streaming import Streaming, streaming_of
+from fused_offload.plan import window_blocks
+from fused_offload.plan.transfer_settings import Streaming, streaming_of
+from fused_offload.profiles.units import MIB
 
 pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
 
@@ -80,8 +82,8 @@ def test_zero_copy_equals_resident_and_copies(forms: str, grids: list[int]) -> N
 @pytest.mark.parametrize("zero_copy", [False, True])
 def test_half_in_the_window(zero_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is prefetched is stepped on the GPU, whatever happens to the rest."""
-    blocks_of = window.blocks_of
-    monkeypatch.setattr("fused_offload.stepper.blocks_of", lambda extents: blocks_of(extents, 6 * 1024))
+    blocks_of = window_blocks.blocks_of
+    monkeypatch.setattr("fused_offload.step.stepper.blocks_of", lambda extents: blocks_of(extents, 6 * 1024))
     config = OffloadConfig(window_bytes=7_000, transport="zero_copy" if zero_copy else "copy")
     expected = snapshot(train("remainder_bf16", OffloadConfig(fraction=0.0)))
     assert_same_snapshot(snapshot(train("remainder_bf16", config, prefetched=True)), expected)
@@ -93,7 +95,7 @@ def test_extents_may_differ_in_transport(monkeypatch: pytest.MonkeyPatch) -> Non
     def by_size(config: OffloadConfig, device: torch.device, state_bytes: int) -> Streaming:
         return small if state_bytes < 10_000 else Streaming(chunk_bytes=8 * 1024)
 
-    monkeypatch.setattr("fused_offload.planner.streaming_of", by_size)
+    monkeypatch.setattr("fused_offload.plan.planner.streaming_of", by_size)
 
     def step_both(config: OffloadConfig) -> FusedOffloadAdam:
         params = [torch.nn.Parameter(torch.ones(1200).bfloat16()), torch.nn.Parameter(torch.ones(300))]
@@ -114,7 +116,7 @@ def test_staging_is_reserved_for_the_extents_that_need_it(monkeypatch: pytest.Mo
     def by_size(config: OffloadConfig, device: torch.device, state_bytes: int) -> Streaming:
         return Streaming(programs=1) if state_bytes > 10_000 else Streaming(chunk_bytes=1024, depth=2)
 
-    monkeypatch.setattr("fused_offload.planner.streaming_of", by_size)
+    monkeypatch.setattr("fused_offload.plan.planner.streaming_of", by_size)
     large, small = (torch.nn.Parameter(torch.ones(numel)) for numel in (4000, 300))
     optimizer = FusedOffloadAdam([large])
     large.grad, small.grad = torch.ones_like(large), torch.ones_like(small)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from fused_offload.config import MIB
-from fused_offload.streaming import Streaming
-from fused_offload.tuning.choose import Timed
+from fused_offload.plan.transfer_settings import Streaming
+from fused_offload.profiles.units import MIB
+from fused_offload.tuning.candidates import Timed
 
 
 def timed(**ms: float) -> list[Timed]:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from fused_offload.adam import FusedOffloadAdam
-from fused_offload.arguments import checked_step
-from fused_offload.checkpoint import merged_group, pack
-from fused_offload.dcp_calls import Wanted
-from fused_offload.dtensors import local_of
-from fused_offload.plan import align
-from fused_offload.tensors import has_own_memory
-from fused_offload.updates import check_params
+from fused_offload.checkpoint.state_dict import merged_group, pack
+from fused_offload.checkpoint.torch_dcp import Wanted
+from fused_offload.params.dense import has_own_memory
+from fused_offload.params.dtensors import local_of
+from fused_offload.params.tracker import check_params
+from fused_offload.rules.arguments import checked_step
+from fused_offload.state.layout import align
 
 _HYBRID_SETTINGS = (
     "cpu_optimizer_cls",

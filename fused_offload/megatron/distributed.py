@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from fused_offload.arguments import checked_step
-from fused_offload.state import check_storable
+from fused_offload.rules.arguments import checked_step
+from fused_offload.state.entry import check_storable
 
 from .adam import MegatronAdam, inner_of
-from .layout import REPLACED_METHODS, Layout
-from .refusal import refusal, tensors_in
-from .shards import Shards
-from .values import (
+from .api_probe import REPLACED_METHODS, Layout
+from .bucket_padding import insert_bucket_padding, slices_unpadded_buffers
+from .param_checkpoint import (
     are_remainders,
     check_values,
     read_values,
@@ -23,7 +22,8 @@ from .values import (
     write_master,
     write_values,
 )
-from .world import insert_bucket_padding, slices_unpadded_buffers
+from .refusal import refusal, tensors_in
+from .shards import Shards
 
 _REFUSED_REMAINDERS = (
     "This checkpoint's optimizer state holds the 16-bit remainders of TransformerEngine's store_param_remainders under "

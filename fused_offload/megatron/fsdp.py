@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fused_offload.dtensors import distributed_like, is_distributed, local_of
+from fused_offload.params.dtensors import distributed_like, is_distributed, local_of
 
 from .adam import MegatronAdam, inner_of
 

@@ -15,9 +15,9 @@ import torch
 from fused_offload.config import OffloadConfig
 
 from .adam import MegatronAdam
+from .api_probe import Layout, UnknownLayoutError, find_layout
 from .distributed import DistributedHooks
 from .fsdp import FsdpHooks, take_flags
-from .layout import Layout, UnknownLayoutError, find_layout
 from .lifecycle import Lifecycle
 from .options import (
     check_config,
@@ -32,8 +32,8 @@ from .options import (
     window_bytes,
 )
 from .overlap import Overlap
-from .places import FusedAdamPlaceAdam, Settings, building, hybrid_place, methods_that_name
 from .refusal import allow_loading
+from .replacements import FusedAdamPlaceAdam, Settings, building, hybrid_place, methods_that_name
 from .saving import write_in_place
 from .step_log import checked_interval, log_steps
 from .te_check import warn_where_bits_differ

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fused_offload.dtensors import is_distributed
+from fused_offload.params.dtensors import is_distributed
 
 from .adam import MegatronAdam
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from fused_offload import quantities
-from fused_offload.arguments import check_master_dtype, check_modes, check_rounding
 from fused_offload.config import OffloadConfig
-from fused_offload.dtensors import local_of
-from fused_offload.tensors import has_own_memory
+from fused_offload.params.dense import has_own_memory
+from fused_offload.params.dtensors import local_of
+from fused_offload.profiles import units
+from fused_offload.rules.arguments import check_master_dtype, check_modes, check_rounding
 
 _OTHER_OFFLOADERS = ("chunked_optimizer_state_offload", "offload_optimizer_states")
 _REQUESTED = "_fused_offload_store_param_remainders"
@@ -98,7 +98,7 @@ def window_bytes() -> Any:
         ValueError: for a value of the variable that is none.
     """
     try:
-        return quantities.window_bytes(os.environ.get(WINDOW_VARIABLE) or "0")
+        return units.window_bytes(os.environ.get(WINDOW_VARIABLE) or "0")
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"Invalid {WINDOW_VARIABLE}: {error}") from None
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from fused_offload.attach import Attachment
+from fused_offload.model_hooks.auto_prefetch import Attachment
 
 from .adam import MegatronAdam
 

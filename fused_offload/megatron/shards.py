@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fused_offload.dtensors import local_of
-from fused_offload.tensors import has_own_memory
+from fused_offload.params.dense import has_own_memory
+from fused_offload.params.dtensors import local_of
 
 
 class Shard(NamedTuple):

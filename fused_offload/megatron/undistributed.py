@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from fused_offload.state import check_storable
+from fused_offload.state.entry import check_storable
 
 from .adam import MegatronAdam
+from .param_checkpoint import refresh_megatrons_master
 from .refusal import refusal, tensors_in
-from .values import refresh_megatrons_master
 
 
 class UndistributedHooks:

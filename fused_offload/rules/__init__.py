@@ -1,7 +1,9 @@
 """Update rules: the arithmetic of one optimizer each, behind the protocol of `base`.
 
 A rule knows elements, keys and hyperparameters. It knows nothing of chunks, streams, memory or
-checkpoint files, which belong to the engine. It may import `kernels`, and nothing else of ours.
+checkpoint files, which belong to the engine. May import `kernels`, and nothing else of the package.
 
-Invariant: a rule's `UpdateRule.launch` gives the bits of its `UpdateRule.reference_step`.
+Invariants:
+    - A launch of a phase gives the bits of the phase's reference.
+    - Values of a step are rounded to float32 once, on the host.
 """

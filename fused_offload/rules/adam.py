@@ -10,17 +10,11 @@ from typing import Any, ClassVar
 
 import torch
 
-from fused_offload.arguments import (
-    check_group_options,
-    check_hyperparameters,
-    check_numerics,
-    moment_forms,
-    standing_average,
-)
 from fused_offload.kernels.adam.reference import AdamScalars, AdamState, adam_scalars, adam_step_, bias_correction
-from fused_offload.kernels.forms import Form, Stored
+from fused_offload.kernels.formats import Form, Stored
 
 from .adam_groups import SETTINGS, TORCH_SETTINGS, catch_up_factors, check_saved_group, decay_is_unknown, torch_group
+from .arguments import check_group_options, check_hyperparameters, check_numerics, moment_forms, standing_average
 from .base import MASTER_PARAM, Phase
 
 

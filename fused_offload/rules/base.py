@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fused_offload.kernels.forms import Form, Stored
+from fused_offload.kernels.formats import Form, Stored
 
 MASTER_PARAM = "master_param"
 """State key of the master weights. The engine keeps it for every rule."""
@@ -33,7 +33,7 @@ class Phase(NamedTuple):
             on the CPU: ``param`` ``[numel]`` contiguous, updated in place; ``grad`` ``[numel]``, only
             read; ``state`` bound state of the same elements, updated in place; ``grad_scale`` a float
             that divides gradients, or None; ``counter`` the random numbers of the first element, see
-            `kernels.forms.rounding_counter`.
+            `kernels.formats.rounding_counter`.
         compile: ``(table, state, values, kind, signals)``, compiles and loads what ``launch`` needs
             for such arguments, without launching it.
         launch: ``(table, rows, programs, state, values, kind, signals)``, enqueues the phase for all

@@ -9,19 +9,18 @@ from typing import NamedTuple
 
 import torch
 
-from fused_offload.arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS, MASTER_FORMS
 from fused_offload.config import OffloadConfig
-from fused_offload.in_backward import PART_BYTES
-from fused_offload.kernels.forms import REMAINDER, Form
-from fused_offload.plan import ALIGNMENT, align
-from fused_offload.profiles import Profile
-from fused_offload.quantities import MOST_PARAMS
+from fused_offload.kernels.formats import REMAINDER, Form
+from fused_offload.memory.staging_ring import RingNeed
+from fused_offload.model_hooks.backward_step import PART_BYTES
+from fused_offload.plan.transfer_settings import streaming_of
+from fused_offload.profiles.profile import Profile
+from fused_offload.profiles.units import MOST_PARAMS
+from fused_offload.rules.arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS, MASTER_FORMS
 from fused_offload.rules.base import MASTER_PARAM
-from fused_offload.staging import RingNeed
-from fused_offload.storage import Layout, extent_place, slot_bytes
-from fused_offload.streaming import streaming_of
+from fused_offload.state.layout import ALIGNMENT, Layout, align, extent_place, slot_bytes
 
-from .terms import DTYPES, MOMENT_DTYPES
+from .cli_choices import DTYPES, MOMENT_DTYPES
 
 PARAM_DTYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 STORED_DTYPES = dict(zip(MOMENT_DTYPES, (*PARAM_DTYPES.values(), torch.uint8), strict=True))

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fused_offload import cuda_driver, numa
-from fused_offload.config import MIB
-from fused_offload.pinned import PinnedSlab
-from fused_offload.queues import DeviceQueues
+from fused_offload.memory import cuda_driver, numa
+from fused_offload.memory.pinned import PinnedSlab
+from fused_offload.profiles.units import MIB
+from fused_offload.stream.queues import DeviceQueues
 
 COPY_MIB = (1, 4, 16, 48)
 ROUNDS = 3

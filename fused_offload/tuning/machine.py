@@ -17,12 +17,13 @@ from typing import Any
 
 import torch
 
-from fused_offload import cuda_driver, numa, profiles
-from fused_offload.hostmem import available_host_bytes, host_bytes, kernel_text
-from fused_offload.machine_key import version_of
-from fused_offload.pinned import PinnedSlab
+from fused_offload.memory import cuda_driver, numa
+from fused_offload.memory.host_limits import available_host_bytes, host_bytes, kernel_text
+from fused_offload.memory.pinned import PinnedSlab
+from fused_offload.profiles import profile as profiles
+from fused_offload.profiles.machine_key import version_of
 
-from .choose import chosen, gigabytes, label
+from .candidates import chosen, gigabytes, label
 
 _COPY_BYTES = 64 * 2**20
 _COPY_SECONDS = 0.3  # each way

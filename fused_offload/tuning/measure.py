@@ -13,25 +13,15 @@ from typing import Any, NamedTuple
 import torch
 
 from fused_offload import OffloadConfig
-from fused_offload.config import MIB
-from fused_offload.hostmem import available_host_bytes
-from fused_offload.machine_key import MachineKey
-from fused_offload.profiles import Choice, Profile, Timing, nearest
-from fused_offload.streaming import Streaming
+from fused_offload.memory.host_limits import available_host_bytes
+from fused_offload.plan.transfer_settings import Streaming
+from fused_offload.profiles.machine_key import MachineKey
+from fused_offload.profiles.profile import Choice, Profile, Timing, nearest
+from fused_offload.profiles.units import MIB
 
-from .choose import (
-    CHUNK_MIB,
-    DEPTHS,
-    Timed,
-    candidates,
-    choose,
-    chosen,
-    gigabytes,
-    middle_ms,
-    still_close,
-)
+from .candidates import CHUNK_MIB, DEPTHS, Timed, candidates, choose, chosen, gigabytes, middle_ms, still_close
 from .link import LinkRate, Report, measure_link
-from .rig import NARROW, WIDE, Rig, rig
+from .step_harness import NARROW, WIDE, Rig, rig
 
 _STEPS = 2
 """That one way is timed for in a round."""

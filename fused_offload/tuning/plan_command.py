@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from fused_offload import profiles
-from fused_offload.config import MIB, OffloadConfig
-from fused_offload.in_backward import PART_BYTES
-from fused_offload.profiles import Choice, Found, Profile
-from fused_offload.quantities import MOST_PARAMS
-from fused_offload.streaming import settle
+from fused_offload.config import OffloadConfig
+from fused_offload.model_hooks.backward_step import PART_BYTES
+from fused_offload.plan.transfer_settings import settle
+from fused_offload.profiles import profile as profiles
+from fused_offload.profiles.profile import Choice, Found, Profile
+from fused_offload.profiles.units import MIB, MOST_PARAMS
 
 from .advice import advice
 from .budget import Memory, StepTime, Training, fits_into, largest_model, memory_of, profile_step_time, step_time
+from .cli_choices import DEFAULT_LINK_GBPS
 from .sizes import MEGATRON_SIZES, Decoder, count_config, head_dim_of
-from .terms import DEFAULT_LINK_GBPS
 
 
 def _param_numel(options: argparse.Namespace) -> int:

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fused_offload.config import MIB
+from fused_offload.profiles.units import MIB
 
-from .choose import gigabytes
+from .candidates import gigabytes
 from .measure import Swept, Tuning
 
 _COLUMNS = 3

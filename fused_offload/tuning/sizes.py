@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fused_offload.config import MIB
+from fused_offload.profiles.units import MIB
 
 
 @dataclass(frozen=True, kw_only=True)

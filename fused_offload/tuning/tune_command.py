@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fused_offload import profiles
-from fused_offload.config import MIB
-from fused_offload.machine_key import read_key
+from fused_offload.profiles import profile as profiles
+from fused_offload.profiles.machine_key import read_key
+from fused_offload.profiles.units import MIB
 
 from . import measure
-from .choose import Timed, chosen, gigabytes
+from .candidates import Timed, chosen, gigabytes
 from .measure import Swept, Tuning
 
 _SECONDS_BETWEEN_DRAWINGS = 0.2

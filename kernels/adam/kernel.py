@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from fused_offload.kernels.formats import (
+from fused_offload.kernels.formats_triton import (
     bf16_to_fp32,
     join_remainder,
     load_fp32,

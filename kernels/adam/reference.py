@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fused_offload.kernels.forms import (
+from fused_offload.kernels.formats import (
     Rounding,
     Stored,
     decode,

@@ -21,9 +21,9 @@ from registry import NotInReleaseError
 
 import fused_offload.megatron as fom
 from fused_offload import OffloadConfig
-from fused_offload.dtensors import is_distributed, local_of
 from fused_offload.kernels.adam.reference import adam_step_
 from fused_offload.megatron.adam import MegatronAdam
+from fused_offload.params.dtensors import is_distributed, local_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, LAYERS, CHUNK_BYTES = (512, 4, 2**20) if DEVICE == "cuda" else (36, 1, 16000)

@@ -20,7 +20,7 @@ from comparison import assert_same
 from fsdp_job import MOMENTS, FsdpJob, FsdpSpec, load, save
 from scenarios_fsdp import fully_sharded, resume_plainly, train_plainly
 
-from fused_offload.dtensors import local_of
+from fused_offload.params.dtensors import local_of
 
 STEPS, SAVES = 20, (10, 12)
 HAS_TE = importlib.util.find_spec("transformer_engine") is not None

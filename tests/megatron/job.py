@@ -16,7 +16,7 @@ from reference_optimizer import Forms, ReferenceAdam
 from registry import NotInReleaseError
 
 from fused_offload import OffloadConfig
-from fused_offload.kernels.forms import join_remainder
+from fused_offload.kernels.formats import join_remainder
 from fused_offload.megatron.adam import MegatronAdam
 
 VOCABULARY, SEQUENCE, HIDDEN, LAYERS = 96, 16, 36, 2  # few sizes are multiples of the 128 elements of padding

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fused_offload.kernels.adam.reference import AdamScalars, AdamState, adam_scalars, adam_step_
-from fused_offload.kernels.forms import (
+from fused_offload.kernels.formats import (
     BF16,
     FP32,
     LOG8,

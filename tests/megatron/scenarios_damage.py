@@ -15,7 +15,7 @@ from scenarios_checkpoint import place
 from scenarios_wrappings import branches
 from small import WRAPPINGS, SmallJob, Wrapping
 
-from fused_offload.megatron import values as megatron_values
+from fused_offload.megatron import param_checkpoint as megatron_values
 
 DAMAGES = "MEGATRON_DAMAGES"
 """Environment variable: how many state dicts of each kind are damaged."""

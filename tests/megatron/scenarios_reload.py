@@ -15,7 +15,7 @@ from scenarios_checkpoint import place
 from scenarios_training import FORMS, LAYOUTS
 from walkers import REFRESHES, bridge_syncs_masters, masters_are_refreshed_twice, megatron_reloads_masters
 
-from fused_offload.kernels.forms import join_remainder
+from fused_offload.kernels.formats import join_remainder
 
 RELOADED_FORMS = ("fp32", "remainders")
 _TWO = (Phase.TWO_RANKS,)

@@ -1,0 +1,154 @@
+"""State of one parameter as a Megatron checkpoint holds it: the true fp32 master and unscaled fp32 moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from fused_offload.kernels.formats import join_remainder, split_remainder_
+from fused_offload.state.entry import check_storable
+
+from .adam import MegatronAdam
+
+_INT16 = torch.iinfo(torch.int16)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def read_values(inner: MegatronAdam, param: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A parameter's state under Megatron's keys.
+
+    Args:
+        inner: the optimizer.
+        param: ``[numel]``, one of its parameters; gets its storage if it has none.
+
+    Returns:
+        ``"param"``, ``"exp_avg"`` and ``"exp_avg_sq"``, each ``[numel]`` float32. Live tensors in host memory where the
+        stored form is float32, so that saving makes no copy of them and loading may write to them; else new ones.
+        ``"param"`` is the parameter itself where Megatron owns the masters.
+    """
+    inner.initialize_state(param)
+    values = {key: inner.get_unscaled_state(param, key) for key in _MOMENTS}
+    values["param"] = _read_master(inner, param) if inner.master_weights else param
+    return values
+
+
+def _read_master(inner: MegatronAdam, param: torch.Tensor) -> torch.Tensor:
+    master = inner.get_unscaled_state(param, "master_param")
+    if master.dtype != torch.int16:
+        return master
+    return join_remainder(param.detach().to(master.device), master)
+
+
+def check_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, Any]) -> None:
+    """Checks what a checkpoint holds of a parameter's state; changes nothing.
+
+    Args:
+        inner: the optimizer.
+        param: ``[numel]``, one of its parameters.
+        values: as `write_values` takes them.
+
+    Raises:
+        ValueError: for a missing value and another shape.
+        TypeError: for what is no tensor, and for a dtype that cannot be stored.
+    """
+    for key in (*_MOMENTS, "param"):
+        if key not in values:
+            raise ValueError(f"loaded state dict lacks {key} of a parameter; it has {sorted(map(str, values))}")
+        value = values[key]
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"loaded state dict has a {type(value).__name__} as {key}, not a tensor")
+        if value.shape != param.shape:
+            raise ValueError(
+                f"loaded state dict has {key} of shape {tuple(value.shape)}, but this rank's part of the parameter has "
+                f"{tuple(param.shape)}"
+            )
+        is_remainder = key == "param" and value.dtype == torch.int16
+        if is_remainder and not (inner.master_weights and param.dtype == torch.bfloat16):
+            raise TypeError(f"loaded state dict has 16-bit remainders of a {param.dtype} parameter's master weights")
+        kept = torch.int16 if is_remainder else torch.float32
+        check_storable(key, kept, value, nonnegative=key == "exp_avg_sq")
+
+
+def write_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, Any]) -> None:
+    """Takes over what a checkpoint holds of a parameter's state.
+
+    Args:
+        inner: the optimizer.
+        param: ``[numel]``, one of its parameters. Updated in place where it is part of the master (remainders), or is
+            the master.
+        values: as `read_values` gives them, on any device, checked by `check_values`.
+    """
+    for key in _MOMENTS:
+        inner.set_scaled_state(param, key, values[key])
+    if inner.master_weights and param.dtype == torch.float32:
+        # Such a parameter is its own master, and was loaded with the model. TransformerEngine's FusedAdam keeps and
+        # saves another one, which it never updates.
+        inner.state[param].unset_master()
+    elif values["param"] is not param:
+        write_master(inner, param, values["param"])
+
+
+def write_master(inner: MegatronAdam, param: torch.Tensor, master: torch.Tensor) -> None:
+    """Makes fp32 values the master of a parameter.
+
+    Args:
+        inner: the optimizer.
+        param: ``[numel]``. Updated in place where it is the master, or its upper half beside remainders.
+        master: ``[numel]`` float32, on any device; or the int16 remainders beside ``param``.
+    """
+    if not inner.master_weights or param.dtype == torch.float32:
+        with torch.no_grad():
+            param.copy_(master)
+        return
+    inner.initialize_state(param)
+    kept_as_remainder = inner.keeps_remainder(param)  # not read: a reader of checkpoints may have filled the live view
+    if master.dtype == torch.int16:
+        if not kept_as_remainder:
+            master = join_remainder(param.detach().cpu(), master.cpu())
+    elif kept_as_remainder:
+        upper, remainder = torch.empty_like(master, dtype=param.dtype), torch.empty_like(master, dtype=torch.int16)
+        split_remainder_(upper, remainder, master.float())
+        with torch.no_grad():
+            param.copy_(upper)
+        master = remainder
+    inner.set_scaled_state(param, "master_param", master)
+
+
+def refresh_megatrons_master(master: torch.Tensor, weights: torch.Tensor) -> None:
+    """Takes over loaded weights where a master that Megatron keeps does not round to them.
+
+    Args:
+        master: float32, updated in place.
+        weights: the model's parameter, or this rank's part of it, shaped like ``master``.
+    """
+    is_rounding = (master.to(weights.dtype) == weights) | (master.isnan() & weights.isnan())
+    with torch.no_grad():
+        master.copy_(torch.where(is_rounding, master, weights.float()))
+
+
+def are_remainders(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:
+    """Whether what a checkpoint calls masters are 16-bit remainders, turned into floats on the way.
+
+    TransformerEngine's FusedAdam saves remainders under the masters' name, and readers of checkpoints convert dtypes
+    silently. Remainders are whole numbers that have nothing to do with the parameters; masters of a whole model are
+    not, and those of a few parameters (a norm's weights before the first step) round to their parameters.
+
+    Args:
+        masters: values, and the bfloat16 parameter that was loaded beside them where it is known, of all that this
+            rank sees.
+    """
+    foreign = False
+    for values, param in masters:
+        if not values.is_floating_point():
+            return values.dtype == torch.int16
+        flat = values.reshape(-1)
+        whole = (flat == flat.round()) & (flat >= _INT16.min) & (flat <= _INT16.max)
+        if not whole.all():
+            return False
+        if param is None:
+            foreign = foreign or flat.numel() > 0
+        else:
+            foreign = foreign or bool((flat.to(param.dtype) != param.detach().to(flat.device).reshape(-1)).any())
+    return foreign

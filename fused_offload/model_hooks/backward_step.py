@@ -1,0 +1,397 @@
+"""Steps parameters while the backward pass is still running, so that gradients need not all be there at once."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from fused_offload.params.dtensors import is_distributed, is_offloaded_by_fsdp, is_replicated, like_param, local_of
+
+from .weak_hook import WeakHook
+
+PART_BYTES = 24 * 2**20
+"""Gradients that wait before they are applied: as many as make their state a few chunks, so that few launches and
+copies serve many small parameters, and few enough to be little beside a model."""
+
+_GONE = (
+    "FusedOffloadAdam.step_in_backward applies each gradient during the backward pass and frees it, so nothing can "
+    "look at all gradients afterwards, or add to them: no clipping by global norm (clip by value: "
+    "step_in_backward(model, clip_value=...)), no gradient scaler, no gradient accumulation. Call optimizer.step() "
+    "after every backward pass. A parameter that several reentrant checkpoints use gets several gradients in one pass: "
+    "checkpoint with use_reentrant=False. Whoever needs any of these needs the ordinary step: detach() what "
+    "step_in_backward returned, or optimizer.step_in_backward(model).detach() where that was not kept."
+)
+
+
+class Stepping(Protocol):
+    """What `BackwardSteps` asks of an optimizer.
+
+    Attributes:
+        param_groups: its groups.
+        defaults: hyperparameters that its groups have.
+    """
+
+    param_groups: list[dict[str, Any]]
+    defaults: dict[str, Any]
+
+    def _step_part(self, grads: Mapping[int, torch.Tensor], part: int, done: Callable[[], None]) -> None:
+        """Updates the parameters with these gradients, by ``id``, as a part of the step that ``step`` completes."""
+
+    def _restart_groups(self) -> None:
+        """Begins groups at step 0 again that have lost all of their state."""
+
+    def _end_parts(self) -> None:
+        """Says that no more parts of this step follow."""
+
+    def _compute_queue(self, device: torch.device) -> Hashable:
+        """Which queue of a device runs kernels now."""
+
+
+class SteppedGrad(torch.Tensor):
+    """Takes the place of a gradient that is not the caller's any more; has no memory, and computing with it raises."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, param: torch.Tensor) -> SteppedGrad:
+        """A place holder that fits ``param.grad``."""
+        result: SteppedGrad = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        return result
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        """Raises."""
+        raise RuntimeError(_GONE)
+
+    @property
+    def _local_tensor(self) -> torch.Tensor:
+        """FSDP adds to it in place."""
+        raise RuntimeError(_GONE)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Shape and dtype."""
+        return f"SteppedGrad(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def fits(self, param: torch.Tensor) -> bool:
+        """Whether ``param.grad`` can be this."""
+        return (self.shape, self.dtype, self.device) == (param.shape, param.dtype, param.device)
+
+
+class _Waiting:
+    """Gradients that one queue computed and that are not applied yet.
+
+    Attributes:
+        grads: gradients by the ``id`` of their parameter.
+        nbytes: bytes of them on this rank.
+    """
+
+    def __init__(self) -> None:
+        self.grads: dict[int, torch.Tensor] = {}
+        self.nbytes = 0
+
+    def add(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        """Takes a gradient over."""
+        self.grads[id(param)] = grad
+        self.nbytes += local_of(grad).nbytes
+
+
+class BackwardSteps:
+    """Steps a model's parameters from its backward passes.
+
+    A gradient is taken over as soon as autograd has accumulated it. When those that wait take enough bytes, their
+    parameters are stepped and they are freed; what still waits after the pass, and parameters without hook, are left to
+    ``optimizer.step()``, which also counts the step. Between, an iteration is **open**: its parameters are of two
+    steps.
+
+    Parameters have no hook if they are frozen, not part of the models, or tied: a parameter with several names may get
+    its gradient in parts.
+
+    The model's hooks keep neither this object nor the optimizer alive.
+    """
+
+    def __init__(
+        self,
+        optimizer: Stepping,
+        models: Sequence[torch.nn.Module],
+        params: Sequence[torch.Tensor],
+        *,
+        clip_value: float | None,
+    ) -> None:
+        """Registers hooks; see `FusedOffloadAdam.step_in_backward`.
+
+        Args:
+            optimizer: whose parameters are stepped.
+            models: what is trained.
+            params: what `stepped_params` returned for them.
+            clip_value: gradients are clamped to plus or minus this value first.
+        """
+        self._optimizer_ref = weakref.ref(optimizer)
+        self._clip_value = clip_value
+        self._lock = threading.RLock()  # autograd runs one thread for each device
+        self._stand_ins: dict[int, SteppedGrad] = {}
+        self._arrived: dict[int, torch.Tensor] = {}  # this iteration's parameters with gradient, by id
+        self._waiting: dict[Hashable, _Waiting] = {}  # by device and queue
+        self._settings: list[dict[str, Any]] | None = None
+        self._parts = 0
+        take = WeakHook(self._take)
+        self._handles = [param.register_post_accumulate_grad_hook(take) for param in params]
+        if any(map(is_distributed, params)):
+            # FSDP looks at the gradients that it adds to before it calls hooks, and would not say what is wrong.
+            refuse = WeakHook(self._refuse_second_forward)
+            self._handles += [model.register_forward_pre_hook(refuse) for model in models]
+
+    # -- for callers ---------------------------------------------------------------------------------------------
+
+    def detach(self) -> None:
+        """Removes the hooks. Gradients that wait for ``step`` are put back; ``step`` is the ordinary one again.
+
+        Safe to call twice: what was attached after the first call goes on.
+        """
+        if not self._handles:
+            return
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._put_back()
+        self._close()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the hooks are there."""
+        return bool(self._handles)
+
+    # -- for the optimizer ---------------------------------------------------------------------------------------
+
+    def check_closed(self) -> None:
+        """Raises RuntimeError while some parameters were stepped and others were not."""
+        if self._arrived:
+            raise RuntimeError(
+                "Between a backward pass that steps parameters (step_in_backward) and optimizer.step(), parameters and "
+                "state are of two steps. Call step() before you save them."
+            )
+
+    @contextlib.contextmanager
+    def last_part(self) -> Iterator[None]:
+        """Shows a step what is left; when that succeeds, drops all gradients and closes the iteration."""
+        optimizer = self._optimizer_ref()
+        assert optimizer is not None
+        if self._parts:
+            self._check_settings(optimizer)
+        self._check_untouched()
+        self._put_back()
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params:
+            if param.grad is not None:
+                param.grad = like_param(param, param.grad)  # a part of a sum cannot be clipped
+        self._clip([param.grad for param in params if param.grad is not None])
+        yield
+        for param in params:
+            param.grad = None
+        self._close()
+
+    def drop_grads(self) -> None:
+        """Frees what waits. The iteration stays open: what was stepped is."""
+        with self._lock:
+            self._waiting.clear()
+            self._put_back()
+
+    def abandon(self) -> None:
+        """Closes the iteration without its last part, because state is loaded."""
+        self.drop_grads()
+        self._close()
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    def _take(self, param: torch.Tensor) -> None:
+        optimizer = self._optimizer_ref()
+        if optimizer is None or param.grad is None:
+            return
+        with self._lock, torch.no_grad():
+            if id(param) in self._arrived:
+                param.grad = self._stand_in(param)
+                raise RuntimeError(_GONE)
+            grad = like_param(param, param.grad)
+            device = local_of(grad).device
+            # Kernels run in the queue that computed their gradients: it owns the memory that is freed behind them.
+            queue = (device, optimizer._compute_queue(device))
+            waiting = self._waiting.setdefault(queue, _Waiting())
+            waiting.add(param, grad)
+            self._arrived[id(param)] = param
+            param.grad = self._stand_in(param)  # last: an interrupt must not lose the gradient
+            if waiting.nbytes >= PART_BYTES:
+                self._check_settings(optimizer)
+                self._clip(list(waiting.grads.values()))
+                optimizer._step_part(waiting.grads, self._parts, lambda: self._applied(queue))
+
+    def _applied(self, queue: Hashable) -> None:
+        """Forgets gradients that a part has applied."""
+        self._parts += 1
+        del self._waiting[queue]
+
+    def _refuse_second_forward(self, module: torch.nn.Module, _: Any) -> None:
+        if self._arrived and module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(_GONE)
+
+    # -- helpers -------------------------------------------------------------------------------------------------
+
+    def _stand_in(self, param: torch.Tensor) -> SteppedGrad:
+        known = self._stand_ins.get(id(param))
+        if known is None or not known.fits(param):
+            known = self._stand_ins[id(param)] = SteppedGrad(param)
+        return known
+
+    def _waiting_grads(self) -> dict[int, torch.Tensor]:
+        return {key: grad for waiting in self._waiting.values() for key, grad in waiting.grads.items()}
+
+    def _put_back(self) -> None:
+        """Gives parameters the gradients that wait for them, and none to those that were stepped."""
+        waiting = self._waiting_grads()
+        for key, param in self._arrived.items():
+            if isinstance(param.grad, SteppedGrad):
+                param.grad = waiting.get(key)
+
+    def _check_untouched(self) -> None:
+        waiting = self._waiting_grads()
+        for key, param in self._arrived.items():
+            if not isinstance(param.grad, SteppedGrad) and param.grad is not None and key not in waiting:
+                raise RuntimeError(
+                    f"A parameter of shape {tuple(param.shape)} got another gradient after the backward pass that "
+                    "stepped it (step_in_backward). Leave .grad alone until optimizer.step()."
+                )
+
+    def _check_settings(self, optimizer: Stepping) -> None:
+        if self._settings is None:
+            optimizer._restart_groups()
+        keys = (*optimizer.defaults, "step")
+        settings = [{key: _frozen(group.get(key)) for key in keys} for group in optimizer.param_groups]
+        if self._settings is None:
+            self._settings = settings
+        for index, (first, now) in enumerate(zip(self._settings, settings, strict=False)):
+            changed = [key for key in first if first[key] != now[key]]
+            if changed:
+                raise RuntimeError(
+                    f"{', '.join(changed)} of parameter group {index} changed between parts of one step "
+                    "(step_in_backward). Change hyperparameters, and call lr_scheduler.step(), after optimizer.step()."
+                )
+
+    def _clip(self, grads: list[torch.Tensor]) -> None:
+        if self._clip_value is not None and grads:
+            grads = [local_of(grad) for grad in grads]
+            torch._foreach_clamp_min_(grads, -self._clip_value)
+            torch._foreach_clamp_max_(grads, self._clip_value)
+
+    def _close(self) -> None:
+        self._waiting.clear()
+        self._arrived.clear()
+        self._settings = None
+        self._parts = 0
+        optimizer = self._optimizer_ref()
+        if optimizer is not None:
+            optimizer._end_parts()
+
+
+def stepped_params(
+    optimizer: Stepping, models: Sequence[torch.nn.Module], clip_value: float | None
+) -> list[torch.Tensor]:
+    """Parameters that backward passes can step. Changes nothing.
+
+    Args:
+        optimizer: whose parameters they are.
+        models: what is trained.
+        clip_value: should be a positive number or None.
+
+    Raises:
+        ValueError: for a bad ``clip_value``, and models without such parameters.
+        RuntimeError: where gradients are not final when autograd has accumulated them, and where another optimizer
+            steps the same parameters.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    hooked = _untied(models, params)
+    if clip_value is not None and not clip_value > 0:
+        raise ValueError(f"Invalid clip_value: {clip_value!r}, it should be a positive number or None")
+    _check_grads_are_final(models, params)
+    if not hooked:
+        raise ValueError(
+            "No parameter of this optimizer is a trainable, untied parameter of the models, so nothing would be "
+            "stepped in their backward passes. Pass the models whose parameters the optimizer got."
+        )
+    _check_stepped_by_no_other(hooked, optimizer)
+    return hooked
+
+
+def refuse_scaler(optimizer: Any, grad_scaler: Any) -> None:
+    """Raises RuntimeError if a gradient scaler calls the step of parameters that were stepped with scaled gradients."""
+    signals = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+    if (grad_scaler is not None and grad_scaler.is_enabled()) or any(signal is not None for signal in signals):
+        raise RuntimeError(_GONE)
+
+
+def _frozen(value: Any) -> Any:
+    """A value to compare with later; a tensor by what it is and how often it was written, which asks no device."""
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _untied(models: Sequence[torch.nn.Module], params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Parameters of an optimizer that have one name in the models and wait for a gradient."""
+    inner = {id(part) for model in models for part in model.modules() if part is not model}
+    roots = {id(model): model for model in models if id(model) not in inner}
+    names = Counter(
+        id(param) for model in roots.values() for _, param in model.named_parameters(remove_duplicate=False)
+    )
+    return [param for param in params if names[id(param)] == 1 and param.requires_grad and param.is_leaf]
+
+
+def _check_stepped_by_no_other(params: Sequence[torch.Tensor], optimizer: Stepping) -> None:
+    """Raises RuntimeError where backward passes already step parameters of another optimizer."""
+
+    def others() -> bool:
+        hooks = (hook for param in params for hook in (param._post_accumulate_grad_hooks or {}).values())
+        owners = (hook.owner for hook in hooks if isinstance(hook, WeakHook))
+        steppers = (owner._optimizer_ref() for owner in owners if isinstance(owner, BackwardSteps))
+        return any(stepper is not None and stepper is not optimizer for stepper in steppers)
+
+    if not others():
+        return
+    gc.collect()  # an optimizer refers to itself, and goes no earlier
+    if others():
+        raise RuntimeError(
+            "Another FusedOffloadAdam, which is still alive, steps parameters of these models in their backward "
+            "passes (step_in_backward), and a gradient can be applied once. Call close() on that optimizer first. If "
+            "its name is taken, as after a notebook cell that ran twice, delete what still refers to it, such as a "
+            "learning rate scheduler, or build the model again."
+        )
+
+
+def _check_grads_are_final(models: Sequence[torch.nn.Module], params: Sequence[torch.Tensor]) -> None:
+    """Raises RuntimeError where gradients are not what a step needs when autograd has accumulated them."""
+    fsdp1 = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
+    late = (torch.nn.parallel.DistributedDataParallel, *([fsdp1.FullyShardedDataParallel] if fsdp1 else []))
+    for part in (part for model in models for part in model.modules()):
+        if isinstance(part, late):
+            raise RuntimeError(
+                f"{type(part).__name__} reduces gradients after autograd has accumulated them, so they cannot be "
+                "applied before. Shard with torch.distributed.fsdp.fully_shard, or use the ordinary step."
+            )
+    if any(map(is_offloaded_by_fsdp, params)):
+        raise RuntimeError(
+            "FSDP copies gradients to host memory (CPUOffloadPolicy) while the backward pass goes on, so they cannot "
+            "be applied during it. Use one of the two."
+        )
+    if any(local_of(param).device.type == "cuda" and is_replicated(param) for param in params):
+        raise RuntimeError(
+            "Some parameters are replicated over a dimension of their mesh (HSDP): their gradients are reduced in "
+            "another stream than the one that owns their memory, which could be reused too early when they are freed "
+            "in the backward pass. Shard over all GPUs (FSDP), or use the ordinary step."
+        )

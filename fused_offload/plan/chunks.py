@@ -1,0 +1,137 @@
+"""What one step does: segments cut into chunks. Pure Python, no tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import NamedTuple
+
+from fused_offload.state.layout import ALIGNMENT
+
+
+class Segment(NamedTuple):
+    """The part of one parameter that is updated.
+
+    Attributes:
+        kind: what segments of one chunk have in common: their storage, their group, their gradients' dtype.
+        start: first element in the storage, a multiple of `ALIGNMENT`.
+        numel: elements, at least 1.
+    """
+
+    kind: Hashable
+    start: int
+    numel: int
+
+
+class Piece(NamedTuple):
+    """The part of one segment that lies in one chunk.
+
+    Attributes:
+        segment: index of the segment in the plan's input.
+        offset: first element within the segment, a multiple of `ALIGNMENT`.
+        numel: elements.
+        slot_start: first element within the chunk's slot, a multiple of `ALIGNMENT`.
+    """
+
+    segment: int
+    offset: int
+    numel: int
+    slot_start: int
+
+
+class CopyRange(NamedTuple):
+    """Consecutive storage that one chunk moves.
+
+    Attributes:
+        start: first element in the storage.
+        numel: elements, padding between segments included, a multiple of `ALIGNMENT`.
+        slot_start: first element within the chunk's slot.
+    """
+
+    start: int
+    numel: int
+    slot_start: int
+
+
+class Chunk(NamedTuple):
+    """What is moved and updated at a time: one launch.
+
+    Attributes:
+        kind: the kind of its segments.
+        pieces: by ascending storage.
+        ranges: what is copied, covering the pieces.
+        numel: elements that the chunk takes in a slot.
+    """
+
+    kind: Hashable
+    pieces: tuple[Piece, ...]
+    ranges: tuple[CopyRange, ...]
+    numel: int
+
+
+def make_plan(segments: Sequence[Segment], capacity: Callable[[Hashable], int | None]) -> tuple[Chunk, ...]:
+    """Cuts segments into chunks.
+
+    A chunk never mixes kinds, so one launch has one set of hyperparameters and stored forms. Kinds come in the order
+    of their first segment, segments of a kind by their place in storage.
+
+    Args:
+        segments: what is updated; segments of one kind do not overlap in storage.
+        capacity: elements that a chunk of a kind may take, a multiple of `ALIGNMENT`, or None for no limit.
+
+    Returns:
+        Chunks that together cover every element of every segment once.
+    """
+    by_kind: dict[Hashable, list[int]] = {}
+    last, indices = None, []
+    for index, segment in enumerate(segments):
+        if segment.kind is not last:  # neighbours mostly are of one kind, whose hash takes long
+            last, indices = segment.kind, by_kind.setdefault(segment.kind, [])
+        indices.append(index)
+    chunks: list[Chunk] = []
+    for kind, indices in by_kind.items():
+        indices.sort(key=lambda index: segments[index].start)
+        chunks.extend(_chunks_of_kind(kind, indices, segments, capacity(kind)))
+    return tuple(chunks)
+
+
+def _chunks_of_kind(
+    kind: Hashable, indices: Sequence[int], segments: Sequence[Segment], limit: int | None
+) -> list[Chunk]:
+    chunks: list[Chunk] = []
+    pieces: list[Piece] = []
+    ranges: list[CopyRange] = []
+    used = 0
+    range_start = range_end = range_slot_start = 0  # of the range that the next piece may continue
+
+    def close_range() -> None:
+        if range_end > range_start:
+            ranges.append(CopyRange(range_start, range_end - range_start, range_slot_start))
+
+    def close_chunk() -> None:
+        close_range()
+        if pieces:
+            chunks.append(Chunk(kind, tuple(pieces), tuple(ranges), used))
+        pieces.clear()
+        ranges.clear()
+
+    for index in indices:
+        _, start, numel = segments[index]
+        offset = 0
+        while offset < numel:
+            if limit is not None and used >= limit:
+                close_chunk()
+                used = range_start = range_end = 0
+            taken = numel - offset
+            if limit is not None and taken > limit - used:
+                taken = limit - used
+            pieces.append(Piece(index, offset, taken, used))
+            if range_end != start + offset or range_end == range_start:
+                close_range()
+                range_start = range_end = start + offset
+                range_slot_start = used
+            width = -(-taken // ALIGNMENT) * ALIGNMENT  # not align(): a call for each piece is felt
+            range_end += width
+            used += width
+            offset += taken
+    close_chunk()
+    return chunks

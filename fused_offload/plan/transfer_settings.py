@@ -1,0 +1,93 @@
+"""How the state of one extent is streamed: the configuration with every ``"auto"`` settled."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from fused_offload.config import (
+    DEFAULT_CHUNK_BYTES,
+    DEFAULT_DEPTH,
+    DEFAULT_PROGRAMS,
+    LEAST_DEFAULT_CHUNK_BYTES,
+    OffloadConfig,
+)
+from fused_offload.profiles import profile as profiles
+from fused_offload.profiles.profile import Choice
+from fused_offload.profiles.units import MIB
+
+
+class Streaming(NamedTuple):
+    """How state streams.
+
+    Attributes:
+        chunk_bytes: state bytes of a chunk; says nothing with programs.
+        depth: chunks in flight; says nothing with programs.
+        programs: programs at most of a kernel that works on host memory itself, or None for copies through the ring.
+    """
+
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    depth: int = DEFAULT_DEPTH
+    programs: int | None = None
+
+
+_CHUNKS_OF_SMALL_STATE = 16
+
+
+def default_streaming(state_bytes: int) -> Streaming:
+    """Copies, where no profile says another way.
+
+    The link idles one way during the first chunk and the other way during the last, so a small state takes small
+    chunks; but each chunk costs the host some time. On an H100 over PCIe 5, steps of 30 to 240 MB took 8 to 27 %
+    less with these chunks than with 48 MiB.
+
+    Args:
+        state_bytes: of the extent.
+    """
+    share = state_bytes // _CHUNKS_OF_SMALL_STATE // MIB * MIB
+    return Streaming(min(DEFAULT_CHUNK_BYTES, max(LEAST_DEFAULT_CHUNK_BYTES, share)), DEFAULT_DEPTH)
+
+
+def streaming_of(config: OffloadConfig, device: torch.device, state_bytes: int) -> Streaming:
+    """How state of a device's parameters streams.
+
+    Args:
+        config: what the caller asked for; it wins over the profile.
+        device: of the parameters.
+        state_bytes: of the extent.
+    """
+    if _is_given(config):
+        return settle(config, None, state_bytes)  # nothing is read, and nothing said of a profile
+    profile = profiles.of(device)
+    return settle(config, None if profile is None else profile.choice_for(state_bytes), state_bytes)
+
+
+def settle(config: OffloadConfig, choice: Choice | None, state_bytes: int) -> Streaming:
+    """How state streams.
+
+    Args:
+        config: what the caller asked for; it wins over the choice.
+        choice: of a profile, or None.
+        state_bytes: of the extent.
+    """
+    if config.transport == "zero_copy":
+        if config.zero_copy_programs != "auto":
+            return Streaming(programs=config.zero_copy_programs)
+        return Streaming(programs=DEFAULT_PROGRAMS if choice is None else choice.programs)
+    chunk_bytes, depth = config.chunk_bytes, config.depth
+    is_free = config.transport == "auto" and config.pin and (chunk_bytes, depth) == ("auto", "auto")
+    if is_free and choice is not None and choice.transport == "zero_copy":
+        return Streaming(programs=choice.programs)
+    known = default_streaming(state_bytes) if choice is None else choice
+    if isinstance(chunk_bytes, str):
+        chunk_bytes = known.chunk_bytes
+    if depth == "auto":
+        depth = known.depth
+    return Streaming(chunk_bytes, depth)
+
+
+def _is_given(config: OffloadConfig) -> bool:
+    if config.transport == "zero_copy":
+        return config.zero_copy_programs != "auto"
+    return "auto" not in (config.chunk_bytes, config.depth)

@@ -1,0 +1,83 @@
+"""What a profile holds for: a GPU, its link, its host, and the versions in use."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fused_offload.memory import cuda_driver, numa
+from fused_offload.memory.host_limits import kernel_text
+
+from .units import printable
+
+_PACKAGES = ("fused-offload", "torch", "triton")
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+@dataclass(frozen=True)
+class MachineKey:
+    """What a profile holds for. Machines of one kind share a profile, also over a home folder that they share.
+
+    Attributes:
+        gpu: as the driver calls it.
+        link: speed and width of its PCIe link, or ``"unknown"`` where the kernel does not say.
+        host: CPU model, number of CPUs and NUMA nodes.
+        versions: of what decides how fast a step is.
+    """
+
+    gpu: str
+    link: str
+    host: str
+    versions: Mapping[str, str]
+
+    @property
+    def file_name(self) -> str:
+        """Name of the profile's file; versions are not in it, so that an outdated profile is found and replaced."""
+        digest = hashlib.sha256("\n".join((self.gpu, self.link, self.host)).encode()).hexdigest()
+        return f"{re.sub('[^A-Za-z0-9]+', '-', self.gpu).strip('-')}-{digest[:12]}.json"
+
+
+def read_key(index: int, sysfs: Path = numa.SYSFS) -> MachineKey:
+    """The key of a GPU of this process. Makes no CUDA context.
+
+    Args:
+        index: of the device.
+        sysfs: where the kernel shows its devices.
+
+    Raises:
+        RuntimeError: if there is no such device, or no driver.
+    """
+    return MachineKey(
+        gpu=printable(cuda_driver.device_name(index)),
+        link=printable(_read_link(cuda_driver.pci_bus_id(index), sysfs)),
+        host=f"{printable(_cpu_name())}, {os.cpu_count()} CPUs, {max(1, len(numa.node_folders(sysfs)))} NUMA nodes",
+        versions={
+            **{name: version_of(name) or "none" for name in _PACKAGES},
+            "CUDA driver": cuda_driver.driver_version(),
+        },
+    )
+
+
+def _read_link(bus: str, sysfs: Path) -> str:
+    pci = numa.pci_folder(bus, sysfs)
+    speed, width = (kernel_text(pci / name).strip() for name in ("max_link_speed", "current_link_width"))
+    return f"{speed} x{width}" if speed and width else "unknown"
+
+
+def _cpu_name() -> str:
+    lines = kernel_text(_CPUINFO, "utf-8", "replace").splitlines()  # firmware writes what it likes
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+def version_of(package: str) -> str | None:
+    """Version of an installed package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,169 @@
+"""Numbers and sizes as people write them on command lines and in environment variables.
+
+All but `printable` take what was written and return its value; they are fit for ``type`` of argparse's arguments.
+
+Raises:
+    argparse.ArgumentTypeError: says what would be right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+
+MOST_PARAMS = 10**18
+"""Counts and numbers are below."""
+
+_LEAST_LINK_GBPS = 1e-3
+_LEAST_BYTES = 1024  # who asks for fewer meant another unit
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_BYTES |= {unit.removesuffix("b"): factor for unit, factor in _BYTES.items() if len(unit) > 1}
+_GB = _BYTES | {"": 10**9}
+_MOST_GB = 1e6
+"""No machine has more; who asks for it gave bytes."""
+
+
+def printable(text: str) -> str:
+    """A text for one line of a terminal or a log: what would move the cursor or end the line is escaped."""
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
+
+
+def index(text: str) -> int:
+    """A whole number from 0."""
+    return _whole(number(text), text)
+
+
+def number(text: str) -> float:
+    """From 0 to below 1e18."""
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not 0 <= value < MOST_PARAMS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1e18")
+    return value
+
+
+def _with_unit(text: str, units: Mapping[str, int], example: str, most: int = MOST_PARAMS) -> tuple[Decimal, str]:
+    """A number times its unit, exactly, and the unit.
+
+    Args:
+        text: digits, and perhaps a unit, in any case.
+        units: factors by unit in lower case; that of "" is of plain numbers.
+        example: what would be right.
+        most: it is less.
+    """
+    match = re.fullmatch(r"(.*?)\s*([A-Za-z]*)", text.strip(), re.DOTALL)
+    digits, unit = match.groups() if match else ("", "")
+    try:
+        value = Decimal(digits) * units[unit.lower()]
+        if 0 <= value < most:
+            return value, unit
+    except (ArithmeticError, KeyError):
+        pass
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1e18, such as {example}")
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1, perhaps with K, M, B or T."""
+    error = argparse.ArgumentTypeError(
+        f"{text!r} is not a whole number of at least 1 and below 1e18, such as 13e9 or 13B"
+    )
+    try:
+        value, _ = _with_unit(text, _COUNTS, "13B")
+    except argparse.ArgumentTypeError:
+        raise error from None
+    if value < 1 or value != value.to_integral_value():
+        raise error
+    return int(value)
+
+
+def share(text: str) -> float:
+    """From 0 to 1."""
+    error = argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1, such as 0.75")
+    try:
+        value = number(text)
+    except argparse.ArgumentTypeError:
+        raise error from None
+    if value > 1:
+        raise error
+    return value
+
+
+def gb(text: str) -> float:
+    """GB; plain numbers, too."""
+    nbytes, _ = _with_unit(text, _GB, "80, 80GB or 80GiB", MOST_PARAMS * 10**9)
+    value = float(nbytes) / 1e9
+    if value > _MOST_GB:
+        raise argparse.ArgumentTypeError(f"{text!r} is {value:g} GB; plain numbers are GB: 80, 80GB, 80GiB")
+    return value
+
+
+def positive_gb(text: str) -> float:
+    """GB, more than 0."""
+    return _larger_than_0(gb(text))
+
+
+def chunk_bytes(text: str) -> int | str:
+    """``OffloadConfig.chunk_bytes``: a whole number of bytes, more than 0, or auto."""
+    value = window_bytes(text)
+    return value if isinstance(value, str) else int(_larger_than_0(value))
+
+
+def whole_bytes(text: str) -> int:
+    """A whole number of bytes, or of a unit as many as are nearest."""
+    exact, unit = _with_unit(text, _BYTES, "50331648 or 48MiB")
+    value = round(exact)
+    if not unit and value != exact:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of bytes")
+    if 0 < value < _LEAST_BYTES:
+        hint = "" if unit else f", or a unit, as in {value}MiB"
+        raise argparse.ArgumentTypeError(f"{text!r} is {value} bytes; give at least {_LEAST_BYTES}{hint}")
+    return value
+
+
+def positive(text: str) -> float:
+    """More than 0."""
+    return _larger_than_0(number(text))
+
+
+def link_gbps(text: str) -> float:
+    """GB/s that a link may have."""
+    value = positive(text)
+    if value < _LEAST_LINK_GBPS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no speed of a link in GB/s")
+    return value
+
+
+def _larger_than_0(value: float) -> float:
+    if not value:
+        raise argparse.ArgumentTypeError("it should be larger than 0")
+    return value
+
+
+def window_bytes(text: str) -> int | str:
+    """``OffloadConfig.window_bytes``: a whole number of bytes, or auto."""
+    if text.strip().lower() == "auto":
+        return "auto"
+    try:
+        return whole_bytes(text)
+    except argparse.ArgumentTypeError as error:
+        raise argparse.ArgumentTypeError(f"{error}; or give auto") from None
+
+
+def positive_int(text: str) -> int:
+    """A whole number of at least 1."""
+    return _whole(positive(text), text)
+
+
+def _whole(value: float, text: str) -> int:
+    if not value.is_integer():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
+    return int(value)
+
+
+MIB = 2**20

@@ -1,0 +1,136 @@
+"""Layouts of state: alignment, the keys of a layout, and the place of each array in a block of memory."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from fused_offload.kernels.formats import SCALE_BLOCK, Form, Stored
+from fused_offload.rules.base import MASTER_PARAM
+
+ALIGNMENT = 128
+"""Elements. Segments start at multiples of it and are cut at multiples of it."""
+
+
+def align(numel: int) -> int:
+    """``numel`` rounded up to a multiple of `ALIGNMENT`."""
+    return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+def chunk_numel(chunk_bytes: int, block_bytes: int) -> int:
+    """Elements of a chunk of at most ``chunk_bytes``, at least one block.
+
+    Args:
+        chunk_bytes: state bytes that a chunk may move in one direction.
+        block_bytes: state bytes of `ALIGNMENT` elements.
+    """
+    return max(1, chunk_bytes // block_bytes) * ALIGNMENT
+
+
+_ARRAY_ALIGNMENT = 256  # bytes; the widest access of any copy or kernel
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What parameters whose state lies together have in common; none of it changes between steps.
+
+    Attributes:
+        device: device of the parameters.
+        param_dtype: dtype of the parameters.
+        keys: state keys and their stored forms, in the order of storage; `MASTER_PARAM` is among them where masters
+            are kept.
+        resident: whether the state stays on ``device`` instead of in host memory.
+    """
+
+    device: torch.device
+    param_dtype: torch.dtype
+    keys: tuple[tuple[str, Form], ...]
+    resident: bool
+
+    @property
+    def forms(self) -> dict[str, Form]:
+        """Stored form of each state key."""
+        return dict(self.keys)
+
+    @property
+    def block_bytes(self) -> int:
+        """State bytes of `ALIGNMENT` elements, all of which are written back by a step."""
+        return self.state_bytes(ALIGNMENT)
+
+    def state_bytes(self, numel: int) -> int:
+        """State bytes of ``numel`` elements, a multiple of `ALIGNMENT`."""
+        return sum(form.stored_bytes(numel) for _, form in self.keys)
+
+    @property
+    def reads_master(self) -> bool:
+        """Whether a step reads `MASTER_PARAM`; a float32 parameter is its own master even where a copy is kept."""
+        return self.param_dtype != torch.float32 and any(key == MASTER_PARAM for key, _ in self.keys)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ARRAY_ALIGNMENT) * _ARRAY_ALIGNMENT
+
+
+class ArrayPlace:
+    """Byte offsets of each key's elements and scales within one block of memory, for a number of elements.
+
+    Attributes:
+        nbytes: bytes in all.
+        data: byte offset of each key's elements.
+        scale: byte offset of each key's scales, for scaled forms.
+        spans: first byte and end of all that belongs to each key.
+    """
+
+    def __init__(self, forms: dict[str, Form], numel: int, *, gap: int = 0) -> None:
+        """Places arrays one after the other.
+
+        Args:
+            forms: stored form of each key.
+            numel: elements of each array, a multiple of `ALIGNMENT`.
+            gap: bytes left free behind each key's arrays, a multiple of `_ARRAY_ALIGNMENT`.
+        """
+        self.forms = forms
+        self.numel = numel
+        self.data: dict[str, int] = {}
+        self.scale: dict[str, int] = {}
+        self.spans: dict[str, tuple[int, int]] = {}
+        self.nbytes = 0
+        for key, form in forms.items():
+            self.data[key] = self.nbytes
+            self.nbytes += _aligned(numel * form.element_bytes)
+            if form.scaled:
+                self.scale[key] = self.nbytes
+                self.nbytes += _aligned(numel // SCALE_BLOCK * 4)
+            self.nbytes += gap
+            self.spans[key] = (self.data[key], self.nbytes)
+
+    def carve(self, memory: torch.Tensor) -> dict[str, Stored]:
+        """Typed views into ``memory``, a uint8 tensor of at least `nbytes`."""
+        return {key: self.stored(key, memory[start:stop]) for key, (start, stop) in self.spans.items()}
+
+    def stored(self, key: str, block: torch.Tensor) -> Stored:
+        """Typed views of one key into ``block``, the uint8 bytes of its span."""
+        form = self.forms[key]
+        data = block[: self.numel * form.element_bytes].view(form.dtype)
+        scale = None
+        if form.scaled:
+            scale = block[self.scale[key] - self.data[key] :][: self.numel // SCALE_BLOCK * 4].view(torch.float32)
+        return Stored(form, data, scale)
+
+
+@functools.lru_cache(maxsize=64)
+def block_place(layout: Layout, numel: int) -> ArrayPlace:
+    """Where each key lies in a block of GPU memory that holds ``numel`` elements of a layout, without gaps."""
+    return ArrayPlace(layout.forms, numel)
+
+
+def extent_place(layout: Layout, numel: int) -> ArrayPlace:
+    """Where each key lies in an extent of ``numel`` elements."""
+    return ArrayPlace(layout.forms, numel, gap=_ARRAY_ALIGNMENT)
+
+
+def slot_bytes(layout: Layout, extent_numel: int, chunk_bytes: int) -> int:
+    """Bytes of the largest chunk that an extent can give, whichever of its parameters have gradients."""
+    return block_place(layout, min(extent_numel, chunk_numel(chunk_bytes, layout.block_bytes))).nbytes

@@ -1,0 +1,87 @@
+"""Where state lies: layouts, and extents of consecutive storage with one array per state key."""
+
+from __future__ import annotations
+
+import torch
+
+from fused_offload.kernels.formats import Stored
+from fused_offload.memory import numa
+from fused_offload.memory.pinned import PinnedSlab
+from fused_offload.state.layout import Layout, extent_place
+
+
+class Extent:
+    """Consecutive state of parameters of one layout, zero-filled at first.
+
+    Attributes:
+        layout: what its parameters have in common.
+        numel: elements, a multiple of `ALIGNMENT`.
+        place: where the arrays lie in the block.
+        stored: each key's arrays.
+        slab: the host memory behind it, or None if resident on a device.
+    """
+
+    def __init__(self, layout: Layout, numel: int, *, pin: bool) -> None:
+        """Allocates.
+
+        Args:
+            layout: what its parameters have in common.
+            numel: elements, a multiple of `ALIGNMENT`, at least one.
+            pin: page-lock host memory.
+
+        Raises:
+            RuntimeError: if the memory is not to be had.
+        """
+        self.layout = layout
+        self.numel = numel
+        self.place = place = extent_place(layout, numel)
+        self.nbytes = place.nbytes
+        self.slab = None
+        if not layout.resident:
+            self.slab = PinnedSlab(
+                place.nbytes, pin=pin, numa_node=numa.preferred_node(layout.device), device=layout.device
+            )
+        with torch.inference_mode(False):  # as for the slab's memory
+            self._memory = (
+                torch.zeros(place.nbytes, dtype=torch.uint8, device=layout.device)
+                if self.slab is None
+                else self.slab.bytes
+            )
+            self.stored = place.carve(self._memory)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether its host memory is page-locked now."""
+        return self.slab is not None and self.slab.pinned
+
+    def view(self, key: str, start: int, numel: int) -> torch.Tensor:
+        """``[numel]`` stored elements of one key, as a tensor with a torch storage of its own.
+
+        Saving, pickling or copying a tensor takes its whole storage. This one is a single element longer than the
+        view: checkpoint writers keep references to CPU tensors that fill their storage, and clone others.
+
+        Args:
+            key: state key.
+            start: first element.
+            numel: elements, at least one.
+        """
+        form = self.layout.forms[key]
+        first = self.place.data[key] + start * form.element_bytes
+        with torch.inference_mode(False):  # as for the slab's memory
+            storage = self._memory.untyped_storage()[first : first + (numel + 1) * form.element_bytes]
+            empty = torch.empty(0, dtype=form.dtype, device=self._memory.device)
+            return empty.set_(storage, 0, (numel,), (1,))
+
+    def address_of(self, key: str, start: int) -> int:
+        """Address of one stored element of a key, in bytes."""
+        data = self.stored[key].data
+        return data.data_ptr() + start * data.itemsize
+
+    def narrow(self, key: str, start: int, numel: int) -> Stored:
+        """One key's elements ``[start, start + numel)``; ``start`` is a multiple of `ALIGNMENT`."""
+        return self.stored[key].narrow(start, numel)
+
+    def close(self) -> None:
+        """Gives page locks back; views stay readable."""
+        if self.slab is not None:
+            self.slab.close()

@@ -1,0 +1,217 @@
+"""Gives parameters their storage: which layout, host or device, one extent for many parameters."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fused_offload.config import OffloadConfig
+from fused_offload.kernels.formats import Form
+from fused_offload.memory.host_limits import check_host_bytes
+from fused_offload.params.dense import addresses_of
+from fused_offload.params.dtensors import local_of
+
+from .entry import StateHooks
+from .layout import Layout, align
+from .mapping import StateMapping
+from .storage import Extent
+
+
+def _numel(param: torch.Tensor) -> int:
+    return local_of(param).numel()
+
+
+def _numels(params: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> dict[Layout, int]:
+    """Elements that the parameters of each layout take."""
+    numels: dict[Layout, int] = {}
+    for param, layout in zip(params, layouts, strict=True):
+        numels[layout] = numels.get(layout, 0) + align(_numel(param))
+    return numels
+
+
+class _Place(NamedTuple):
+    param: torch.Tensor  # keeps the id that the place is filed under from being reused
+    extent: Extent
+    start: int
+    numel: int
+
+    def fits(self, param: torch.Tensor) -> bool:
+        layout, local = self.extent.layout, local_of(param)
+        return (layout.device, layout.param_dtype, self.numel) == (local.device, local.dtype, local.numel())
+
+
+class StateStore:
+    """All storage of one optimizer.
+
+    Attributes:
+        state: the mapping behind ``optimizer.state``.
+    """
+
+    def __init__(
+        self, config: OffloadConfig, hooks: StateHooks, forms_of: Callable[[torch.Tensor], dict[str, Form]]
+    ) -> None:
+        """An empty store.
+
+        Args:
+            config: fraction and pinning.
+            hooks: what entries ask of the optimizer.
+            forms_of: stored form of each key for a parameter; asked when a parameter gets its storage.
+        """
+        self.config = config
+        self.state = StateMapping(hooks)
+        self._hooks = hooks
+        self._forms_of = forms_of
+        self._reserved: dict[int, _Place] = {}
+        self._process = os.getpid()
+        self._warned_unpinned = False
+        self._views: list[torch.Tensor] = []
+        self._view_addresses = addresses_of([])
+
+    def extents(self) -> list[Extent]:
+        """All extents in use, each once."""
+        found = {id(entry.extent): entry.extent for entry in self.state.values() if entry.extent is not None}
+        found |= {id(place.extent): place.extent for place in self._reserved.values()}
+        return list(found.values())
+
+    def check_process(self) -> None:
+        """Raises RuntimeError in a forked child, where reading page-locked state would end the process."""
+        if os.getpid() != self._process and any(extent.is_pinned for extent in self.extents()):
+            raise RuntimeError(
+                "This process was forked from the one that trains, and page-locked optimizer state is not inherited. "
+                "Copy what the child needs before the fork (copy.deepcopy(optimizer.state_dict())), or start the child "
+                "with the spawn method."
+            )
+
+    def planned(self, known: Sequence[torch.Tensor]) -> list[tuple[Layout, int]]:
+        """Layout and elements of every extent, once all known parameters have their storage.
+
+        Args:
+            known: all parameters that will need storage, in group order.
+        """
+        waiting = [param for param in known if _numel(param) and not self._is_bound(param)]
+        there = [(extent.layout, extent.numel) for extent in self.extents()]
+        return there + list(_numels(waiting, self._layouts(waiting, known)).items())
+
+    def ensure(self, wanted: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
+        """Gives every wanted parameter its storage.
+
+        Storage is laid out for all known parameters at once, in their order, so that state of a layout lies together
+        whatever order the parameters are asked for in.
+
+        Args:
+            wanted: parameters that need storage now.
+            known: all parameters that will need it, in group order, the wanted ones among them.
+
+        Raises:
+            RuntimeError: if the host has too little memory; nothing is changed then.
+        """
+        new = [param for param in wanted if not self._is_bound(param)]
+        if not new:
+            return
+        for param in new:  # a parameter may have been replaced in place since it got its place
+            place = self._reserved.get(id(param))
+            if place is not None and not place.fits(param):
+                del self._reserved[id(param)]
+        if any(_numel(param) and id(param) not in self._reserved for param in new):
+            self._reserve([param for param in known if not self._is_bound(param)], known)
+        for param in new:
+            place = self._reserved.pop(id(param), None)
+            if place is None:
+                self.state[param].bind(None, 0, self._forms_of(param))
+            else:
+                self.state[param].bind(place.extent, place.start, place.extent.layout.forms)
+
+    def _is_bound(self, param: torch.Tensor) -> bool:
+        entry = self.state[param] if param in self.state else None
+        # An empty parameter needs no storage, until it gets elements (sharding frees and restores parameters so).
+        return entry is not None and entry.bound and (entry.extent is not None or not _numel(param))
+
+    def _reserve(self, params: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
+        waiting = [param for param in params if _numel(param) and id(param) not in self._reserved]
+        layouts = self._layouts(waiting, known)
+        numels = _numels(waiting, layouts)
+        host_bytes = sum(layout.state_bytes(numel) for layout, numel in numels.items() if self._on_host(layout))
+        check_host_bytes(host_bytes)
+        extents: dict[Layout, Extent] = {}
+        try:
+            for layout, numel in numels.items():
+                pin = self.config.pin and layout.device.type == "cuda"
+                if layout.device.type == "cuda" and not layout.resident and not pin:
+                    self._warn_unpinned()
+                extents[layout] = Extent(layout, numel, pin=pin)
+        except BaseException:
+            for extent in extents.values():
+                extent.close()
+            raise
+        filled = dict.fromkeys(numels, 0)
+        for param, layout in zip(waiting, layouts, strict=True):
+            self._reserved[id(param)] = _Place(param, extents[layout], filled[layout], _numel(param))
+            filled[layout] += align(_numel(param))
+
+    def _warn_unpinned(self) -> None:
+        if not self._warned_unpinned:
+            self._warned_unpinned = True
+            warnings.warn(
+                "OffloadConfig(pin=False): optimizer state is not page-locked, so copies go through the driver's "
+                "bounce buffers and do not overlap. The results are the same, the steps several times slower.",
+                stacklevel=2,
+            )
+
+    @staticmethod
+    def _on_host(layout: Layout) -> bool:
+        return not layout.resident or layout.device.type == "cpu"
+
+    def _layouts(self, params: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[Layout]:
+        """Layout of each new parameter; whole parameters are offloaded until ``fraction`` of all state is."""
+        sizes = {id(param): self._state_bytes(param) for param in (*known, *params)}
+        target = self.config.fraction * sum(sizes.values())
+        offloaded = sum(sizes.get(id(param), 0) for param in known if self._is_offloaded(param))
+        layouts = []
+        for param in params:
+            resident = offloaded >= target
+            offloaded += 0 if resident else sizes[id(param)]
+            keys = tuple(self._forms_of(param).items())
+            layouts.append(Layout(local_of(param).device, param.dtype, keys, resident))
+        return layouts
+
+    def _state_bytes(self, param: torch.Tensor) -> int:
+        return sum(form.stored_bytes(align(_numel(param))) for form in self._forms_of(param).values())
+
+    def _is_offloaded(self, param: torch.Tensor) -> bool:
+        if id(param) in self._reserved:
+            return not self._reserved[id(param)].extent.layout.resident
+        extent = self.state[param].extent if param in self.state else None
+        return extent is not None and not extent.layout.resident
+
+    def rehome(self) -> None:
+        """Takes back values whose views were pointed elsewhere by a caller."""
+        for entry in self.state.values():
+            if entry.bound:
+                entry.rehome()
+        self._views = [view for entry in self.state.values() for view in entry.peek_all()]
+        self._view_addresses = addresses_of(self._views)
+
+    def rehome_moved(self) -> None:
+        """`rehome` where some view's address is not what it was after the last one, and no entry changed since."""
+        # Only who holds a view can move it, and a run that reads no state should not look at thousands of them.
+        if self._hooks.lent and not np.array_equal(self._view_addresses, addresses_of(self._views)):
+            self.rehome()
+
+    def views_version(self) -> int:
+        """Changes when somebody writes in place to a view that was handed out."""
+        return sum(view._version for view in self._views)
+
+    def forget_views(self) -> None:
+        """Drops the views that `rehome_moved` watches, which would keep the storage of removed entries alive."""
+        self._views, self._view_addresses = [], addresses_of([])
+
+    def close(self) -> None:
+        """Gives all page locks back."""
+        for extent in self.extents():
+            extent.close()
+        self._reserved.clear()

@@ -1,0 +1,108 @@
+"""What a step moved across the link, how fast, and for how long it held the caller's stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fused_offload.stream.timing import Span, StepMarks
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One step, with the prefetch before it and the write-back behind it. GB is 1e9 bytes.
+
+    Attributes:
+        exposed_ms: from the step's beginning on the caller's stream to its last kernel: what training waited for. The
+            kernels themselves are part of it, as they are where all state is on the GPU.
+        bytes_to_device: state that was prefetched or streamed in.
+        bytes_to_host: state that was written back.
+        to_device_gbps: those bytes over the time in which they were under way, or None if there were none. Under
+            backward and forward passes the time includes what the copies wait for each other and for memory.
+        to_host_gbps: the same towards the host.
+        window_bytes: GPU bytes of the window when the step began.
+        prefetched_share: how much of ``bytes_to_device`` was prefetched, 0 to 1.
+        link_share: the greater of both speeds over what plain copies in both directions at once reach, as
+            ``fused-offload tune`` measured it; None where it did not, or nothing was moved.
+    """
+
+    exposed_ms: float
+    bytes_to_device: int
+    bytes_to_host: int
+    to_device_gbps: float | None
+    to_host_gbps: float | None
+    window_bytes: int
+    prefetched_share: float
+    link_share: float | None = None
+
+    def __str__(self) -> str:
+        """One line for a log."""
+        parts = [f"{self.exposed_ms:.1f} ms exposed"]
+        for direction, nbytes, gbps in (
+            ("in", self.bytes_to_device, self.to_device_gbps),
+            ("out", self.bytes_to_host, self.to_host_gbps),
+        ):
+            speed = "" if gbps is None else f" at {gbps:.1f} GB/s"
+            parts.append(f"{nbytes / 1e9:.3f} GB {direction}{speed}")
+        if self.link_share is not None:
+            parts.append(f"{self.link_share:.0%} of the link")
+        parts.append(f"{self.prefetched_share:.0%} prefetched, window {self.window_bytes / 1e9:.3f} GB")
+        return ", ".join(parts)
+
+
+def report_of(parts: Sequence[StepMarks], link_gbps: float | None) -> StepReport:
+    """Reads the events of a step on one device, which must have happened.
+
+    Args:
+        parts: the step, or what it was enqueued in, one part after the other.
+        link_gbps: speed of plain copies each way, both ways at once, or None if unknown.
+    """
+    prefetched = [span for part in parts for span in part.prefetched]
+    arriving = prefetched + [span for part in parts for span in part.to_device]
+    leaving = [span for part in parts for span in part.to_host]
+    to_device = _bytes(arriving)
+    speeds = [_gbps(arriving), _gbps(leaving)]
+    known = [speed for speed in speeds if speed is not None]
+    return StepReport(
+        exposed_ms=sum(part.began.elapsed_time(part.computed) for part in parts),
+        bytes_to_device=to_device,
+        bytes_to_host=_bytes(leaving),
+        to_device_gbps=speeds[0],
+        to_host_gbps=speeds[1],
+        window_bytes=max(part.window_bytes for part in parts),
+        prefetched_share=_bytes(prefetched) / to_device if to_device else 0.0,
+        link_share=max(known) / link_gbps if known and link_gbps else None,
+    )
+
+
+def combined(reports: Sequence[StepReport]) -> StepReport | None:
+    """One step on several devices, which run at the same time: bytes and speeds add up, the longest time counts."""
+    if len(reports) <= 1:
+        return reports[0] if reports else None
+    to_device = sum(report.bytes_to_device for report in reports)
+    shares = [report.link_share for report in reports if report.link_share is not None]
+    prefetched = sum(report.prefetched_share * report.bytes_to_device for report in reports)
+    return StepReport(
+        exposed_ms=max(report.exposed_ms for report in reports),
+        bytes_to_device=to_device,
+        bytes_to_host=sum(report.bytes_to_host for report in reports),
+        to_device_gbps=_sum(report.to_device_gbps for report in reports),
+        to_host_gbps=_sum(report.to_host_gbps for report in reports),
+        window_bytes=sum(report.window_bytes for report in reports),
+        prefetched_share=prefetched / to_device if to_device else 0.0,
+        link_share=min(shares, default=None),
+    )
+
+
+def _bytes(spans: Iterable[Span]) -> int:
+    return sum(span.nbytes for span in spans)
+
+
+def _gbps(spans: Sequence[Span]) -> float | None:
+    ms = sum(span.ms() for span in spans if span.nbytes)
+    return _bytes(spans) / ms / 1e6 if ms > 0 else None
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if known else None

@@ -1,0 +1,111 @@
+"""The address table of a step: where each piece's parameter and gradient are now."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from fused_offload.kernels.formats import rounding_counter
+from fused_offload.params.tracker import Updates
+from fused_offload.plan.chunks import Chunk
+from fused_offload.plan.planner import ChunkKind, StepPlan
+
+_VECTOR_BYTES = 16  # the widest access of the kernel
+
+
+class ChunkRows(NamedTuple):
+    """Part of the table that one chunk's launch reads.
+
+    Attributes:
+        first: first row.
+        rows: number of rows.
+        programs: programs of the launch.
+    """
+
+    first: int
+    rows: int
+    programs: int
+
+
+class AddressTable:
+    """Rows of all chunks of a plan, in their order; only the addresses change from step to step.
+
+    Attributes:
+        chunks: rows of each chunk.
+        rows: ``[rows, 6]`` int64, see `kernels.adam.TABLE_COLUMNS`.
+        version: version of the updates whose addresses it holds.
+    """
+
+    def __init__(
+        self, plan: StepPlan, chunks: Sequence[Chunk], updates: Updates, programs_of: Callable[[np.ndarray], np.ndarray]
+    ) -> None:
+        """Fills everything but the addresses.
+
+        Args:
+            plan: plan that the chunks are from.
+            chunks: chunks of one device.
+            updates: what the plan was made for; only dtypes and positions are kept.
+            programs_of: programs that pieces of so many elements take, one by one.
+        """
+        counts = [len(chunk.pieces) for chunk in chunks]
+        pieces = itertools.chain.from_iterable(chunk.pieces for chunk in chunks)
+        numbers = np.fromiter(itertools.chain.from_iterable(pieces), np.int64, 4 * sum(counts))
+        segment, offset, numel, slot_start = numbers.reshape(-1, 4).T
+        programs = programs_of(numel)
+        self.rows = np.zeros((len(numel), 6), np.int64)
+        self.rows[:, 0] = np.cumsum(programs) - programs  # of all chunks; each counts its own below
+        self.rows[:, 3] = np.array(plan.starts, np.int64)[segment] + offset
+        self.rows[:, 4] = numel
+        self.rows[:, 5] = rounding_counter(np.array(updates.positions, np.int64)[segment], offset)
+        self.chunks: list[ChunkRows] = []
+        first = 0
+        for chunk, count in zip(chunks, counts, strict=True):
+            kind = chunk.kind
+            assert isinstance(kind, ChunkKind)
+            rows = slice(first, first + count)
+            self.rows[rows, 0] -= self.rows[first, 0]
+            if kind.origin is None:
+                self.rows[rows, 3] = slot_start[rows]
+            else:
+                self.rows[rows, 3] -= kind.origin
+            self.chunks.append(ChunkRows(first, count, int(programs[rows].sum())))
+            first += count
+        self._segment = segment
+        param_sizes = np.fromiter((param.itemsize for param in updates.params), np.int64, len(updates.params))
+        grad_sizes = np.fromiter((dtype.itemsize for dtype in updates.grad_dtypes), np.int64, len(updates.params))
+        self._param_offset = offset * param_sizes[segment]
+        self._grad_offset = offset * grad_sizes[segment]
+        self.version = -1
+        self._aligned: list[bool] = []
+        self._starts = np.array([chunk.first for chunk in self.chunks])
+
+    def fill(self, updates: Updates) -> list[bool]:
+        """Writes this step's addresses.
+
+        Args:
+            updates: the step's parameters and gradients, in the plan's order.
+
+        Returns:
+            For each chunk, whether all its addresses allow the widest accesses.
+        """
+        if updates.version == self.version:
+            return self._aligned
+        self.rows[:, 1] = updates.param_addresses[self._segment] + self._param_offset
+        self.rows[:, 2] = updates.grad_addresses[self._segment] + self._grad_offset
+        misaligned = (self.rows[:, 1] | self.rows[:, 2]) % _VECTOR_BYTES
+        self._aligned = [not bits for bits in np.bitwise_or.reduceat(misaligned, self._starts)]
+        self.version = updates.version  # last: an interrupted call has filled in nothing
+        return self._aligned
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the table."""
+        return self.rows.nbytes
+
+    def write_to(self, memory: torch.Tensor) -> None:
+        """Copies the rows to the start of ``memory``, uint8 on CPU."""
+        memory[: self.nbytes].numpy()[:] = self.rows.reshape(-1).view(np.uint8)

@@ -1,0 +1,104 @@
+"""Which bytes a chunk moves: from where in the slabs to where in its slot, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from fused_offload.kernels.formats import SCALE_BLOCK
+from fused_offload.plan.chunks import Chunk, CopyRange
+from fused_offload.plan.planner import ChunkKind
+from fused_offload.plan.window_blocks import WindowBlock
+from fused_offload.rules.base import MASTER_PARAM, Phase
+from fused_offload.state.layout import ArrayPlace, Layout
+from fused_offload.state.storage import Extent
+
+
+class Copy(NamedTuple):
+    """One contiguous copy.
+
+    Attributes:
+        host_address: bytes, in a slab.
+        slot_offset: bytes, from the slot's start.
+        nbytes: size.
+    """
+
+    host_address: int
+    slot_offset: int
+    nbytes: int
+
+
+class ChunkTransfer(NamedTuple):
+    """All copies of one streamed chunk.
+
+    Attributes:
+        to_device: what the kernel reads.
+        to_host: what the kernel writes.
+        place: where each key lies in the slot.
+    """
+
+    to_device: tuple[Copy, ...]
+    to_host: tuple[Copy, ...]
+    place: ArrayPlace
+
+
+def chunk_transfer(chunk: Chunk, kind: ChunkKind, phase: Phase) -> ChunkTransfer:
+    """The copies of one chunk in one phase of the rule.
+
+    State at its initial value is not read, and neither is the master of a float32 parameter, which is its own master.
+    """
+    layout = kind.extent.layout
+    moved = {key: form for key, form in layout.keys if key in phase.reads | phase.writes}
+    place = ArrayPlace(moved, chunk.numel)
+    copies = {key: _key_copies(kind.extent, key, place, chunk.ranges) for key in moved}
+    read = _keys_read(layout) & phase.reads - kind.initial
+    return ChunkTransfer(
+        tuple(copy for key in moved if key in read for copy in copies[key]),
+        tuple(copy for key in moved if key in phase.writes for copy in copies[key]),
+        place,
+    )
+
+
+def _keys_read(layout: Layout) -> set[str]:
+    """Keys of a layout that a step may read."""
+    return {key for key, _ in layout.keys if key != MASTER_PARAM or layout.reads_master}
+
+
+def block_transfer(block: WindowBlock) -> tuple[Copy, ...]:
+    """The copies that bring a whole block of state to the GPU, whoever gets gradients.
+
+    As for chunks, the master of a float32 parameter is not read.
+    """
+    layout, place = block.extent.layout, block.place
+    whole = (CopyRange(block.start, block.numel, 0),)
+    read = _keys_read(layout)
+    return tuple(copy for key, _ in layout.keys if key in read for copy in _key_copies(block.extent, key, place, whole))
+
+
+def block_write_back(block: WindowBlock, chunk: Chunk, phase: Phase) -> tuple[Copy, ...]:
+    """The copies that bring what one phase of a chunk wrote in a block back to the slabs."""
+    ranges = tuple(CopyRange(start, numel, start - block.start) for start, numel, _ in chunk.ranges)
+    keys = [key for key, _ in block.extent.layout.keys if key in phase.writes]
+    return tuple(copy for key in keys for copy in _key_copies(block.extent, key, block.place, ranges))
+
+
+def _key_copies(extent: Extent, key: str, place: ArrayPlace, ranges: tuple[CopyRange, ...]) -> list[Copy]:
+    stored = extent.stored[key]
+    copies = []
+    for start, numel, slot_start in ranges:
+        size = stored.form.element_bytes
+        copies.append(Copy(stored.data.data_ptr() + start * size, place.data[key] + slot_start * size, numel * size))
+        if stored.scale is not None:
+            copies.append(
+                Copy(
+                    stored.scale.data_ptr() + start // SCALE_BLOCK * 4,
+                    place.scale[key] + slot_start // SCALE_BLOCK * 4,
+                    numel // SCALE_BLOCK * 4,
+                )
+            )
+    return copies
+
+
+def bytes_of(copies: Iterable[Copy]) -> int:
+    """All bytes of some copies."""
+    return sum(copy.nbytes for copy in copies)

@@ -1,0 +1,85 @@
+"""The kernel launches of one step on one device: arguments, and what has to be compiled before the first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fused_offload.kernels.launch import LaunchKind, ScalerSignals
+from fused_offload.rules.base import BoundState
+
+from .device_plan import DevicePlan
+from .step_inputs import StepInputs
+
+
+class Launches:
+    """The launches of one step on one device."""
+
+    def __init__(
+        self,
+        plan: DevicePlan,
+        inputs: StepInputs,
+        table: torch.Tensor,
+        aligned: Sequence[bool],
+        signals: Mapping[int | None, ScalerSignals],
+    ) -> None:
+        """Keeps what all launches share.
+
+        Args:
+            plan: the device's plan.
+            inputs: the step's inputs on this device.
+            table: the address table on this device.
+            aligned: for each chunk, whether all its addresses allow the widest accesses.
+            signals: a gradient scaler's signals by group.
+        """
+        self._plan = plan
+        self._inputs = inputs
+        self._table = table
+        self._aligned = aligned
+        self._signals = signals
+
+    def launch(self, index: int, state: BoundState) -> None:
+        """Enqueues the kernel of one chunk."""
+        rows = self._plan.table.chunks[index]
+        phase = self._inputs.rule.phases[self._plan.kinds[index].phase]
+        phase.launch(self._table[rows.first :], rows.rows, rows.programs, state, *self._shared(index))
+
+    def _shared(self, index: int) -> tuple[Any, LaunchKind, ScalerSignals]:
+        """Values, kind and signals of one chunk's launch."""
+        kind = self._plan.kinds[index]
+        launch_kind = LaunchKind(
+            kind.extent.layout.param_dtype,
+            kind.grad_dtype,
+            self._inputs.rule.numerics,
+            self._aligned[index],
+            kind.max_programs,
+        )
+        signals = self._signals[kind.group] if kind.group in self._signals else self._signals[None]
+        return self._inputs.values[kind.group], launch_kind, signals
+
+    @property
+    def compiled_for(self) -> Any:
+        """What the kernels of all chunks depend on, besides the plan."""
+        rule, scaler = self._inputs.rule, self._inputs.scaler
+        by_group = [(group, rule.compiled_values(values)) for group, values in self._inputs.values.items()]
+        return list(self._aligned), rule.numerics, by_group, scaler.found_inf is None, scaler.grad_scale is None
+
+    def compile(self, index: int, state: BoundState, known: set[Any]) -> None:
+        """Compiles and loads the kernel of one chunk.
+
+        Args:
+            index: of the chunk.
+            state: its state.
+            known: what is compiled already; updated.
+        """
+        rule, chunk = self._inputs.rule, self._plan.kinds[index]
+        values, kind, signals = self._shared(index)
+        key = (
+            (chunk.extent.layout.keys, chunk.initial, chunk.phase, rule.compiled_values(values), kind),
+            (signals.grad_scale is None, signals.found_inf is None),
+        )
+        if key not in known:
+            rule.phases[chunk.phase].compile(self._table, state, values, kind, signals)
+            known.add(key)

@@ -1,0 +1,128 @@
+"""Copy streams and staging of a device, and what is enqueued on them."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from fused_offload.memory import cuda_driver
+from fused_offload.memory.staging_ring import ENQUEUE_LOCK, RingNeed, Slot, StagingRing
+
+from .copies import Copy
+
+
+class DeviceQueues:
+    """Copy streams and ring of one device, shared by all optimizers of the process, dropped with the last of them.
+
+    Attributes:
+        device: a CUDA device.
+        ring: the device's staging.
+        h2d: stream of copies to the device.
+        d2h: stream of copies to the host.
+    """
+
+    _of_device: ClassVar[weakref.WeakValueDictionary[torch.device, DeviceQueues]] = weakref.WeakValueDictionary()
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceQueues:
+        """The queues of a device."""
+        queues = cls._of_device.get(device)
+        if queues is None:
+            queues = cls._of_device[device] = cls(device)
+        return queues
+
+    def __init__(self, device: torch.device) -> None:
+        """Creates the streams."""
+        self.device = device
+        self.ring = StagingRing(device)
+        self.h2d = torch.cuda.Stream(device)
+        self.d2h = torch.cuda.Stream(device)
+        self._is_open = False
+
+    def begin(self) -> None:
+        """Opens a run of operations; the caller holds `ENQUEUE_LOCK` and calls `end` behind the last of them.
+
+        [Note: interrupted runs] An exception leaves the run open. Some operations then have no event that stands for
+        them, so the next run waits for the whole device first, whichever optimizer it belongs to.
+        """
+        if self._is_open:
+            torch.cuda.synchronize(self.device)
+        self._is_open = True
+
+    def end(self) -> None:
+        """Closes a run that is enqueued completely."""
+        self._is_open = False
+
+    def settle(self) -> None:
+        """Waits for what an interrupted run left under way."""
+        with ENQUEUE_LOCK:
+            self.begin()
+            self.end()
+
+    def require(self, user: Any, need: RingNeed) -> None:
+        """Makes the ring cover a need; see `StagingRing.grow`."""
+        if not self.ring.note_need(user, need):
+            return
+        if self.ring.slots:
+            self.d2h.synchronize()  # behind every chunk's kernel, and that behind its prefetch: [Note: lifetime]
+        self.ring.grow(user)
+        # The allocator may reuse memory that work on the current stream still reads.
+        self.h2d.wait_stream(torch.cuda.current_stream(self.device))
+
+    def release(self) -> None:
+        """Gives the ring's memory back once no copy and no kernel uses it."""
+        with ENQUEUE_LOCK:
+            torch.cuda.synchronize(self.device)  # [Note: lifetime]
+            self.ring.release()
+
+
+class CurrentStreams:
+    """The current stream of each device, to be current again in code that runs under others."""
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        """Remembers the streams of some CUDA devices."""
+        self._streams = [torch.cuda.current_stream(device) for device in devices]
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Makes them current."""
+        with contextlib.ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+
+class CudaOps:
+    """`StreamOps` on a real device; lives for one step."""
+
+    def __init__(self, queues: DeviceQueues) -> None:
+        """Takes the caller's current stream as the compute stream."""
+        self.compute = torch.cuda.current_stream(queues.device)
+        self.h2d = queues.h2d
+        self.d2h = queues.d2h
+
+    def record(self, stream: torch.cuda.Stream, *, timing: bool = False) -> torch.cuda.Event:
+        """Records a new event."""
+        event = torch.cuda.Event(enable_timing=timing)
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        """Makes a stream wait for an event."""
+        stream.wait_event(event)
+
+    def copy_to_device(self, slot: Slot, copies: Sequence[Copy]) -> None:
+        """Enqueues copies from slabs to a slot."""
+        base, stream = slot.memory.data_ptr(), self.h2d.cuda_stream
+        for copy in copies:
+            cuda_driver.copy_to_device_async(base + copy.slot_offset, copy.host_address, copy.nbytes, stream)
+
+    def copy_to_host(self, slot: Slot, copies: Sequence[Copy]) -> None:
+        """Enqueues copies from a slot to slabs."""
+        base, stream = slot.memory.data_ptr(), self.d2h.cuda_stream
+        for copy in copies:
+            cuda_driver.copy_to_host_async(copy.host_address, base + copy.slot_offset, copy.nbytes, stream)

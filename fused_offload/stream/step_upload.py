@@ -1,0 +1,105 @@
+"""What a step tells the device besides the state: addresses and values by skips, in one small copy."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fused_offload.memory import cuda_driver
+from fused_offload.memory.pinned import PinnedSlab
+
+from .address_table import AddressTable
+
+_LEAST_BYTES = 2**18  # on the device: tables of parts grow, and each larger one waits for the device
+_SLAB_BYTES = 2**20  # page-locking costs the same for all smaller sizes
+_MOST_BYTES = 2**26  # on their way at once; a step in parts has hundreds of small tables
+
+
+class UploadBuffer:
+    """Memory on the device for one table, and page-locked pieces for as many as the host is ahead of the device.
+
+    A piece is written again once its copy is complete. The host does not wait for that but takes a further piece, up to
+    a limit, since a step in parts sends many tables while the device is still busy with the backward pass.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Takes no memory yet."""
+        self._device = device
+        self._slabs: list[PinnedSlab] = []
+        self._pieces: deque[tuple[torch.Tensor, Any]] = deque()  # with the event behind its copy, oldest first
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._table: AddressTable | None = None  # keeps the id below from being reused
+        self._holds = (0, -1)
+        self._rows = torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def send(
+        self,
+        table: AddressTable,
+        skip_rows: Mapping[int, Sequence[tuple[float, ...]]],
+        stream: int,
+        record: Callable[[], Any],
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """Enqueues the copy on the current stream, behind everything that reads the previous one.
+
+        Args:
+            table: this step's addresses.
+            skip_rows: per group the rule's `UpdateRule.skip_rows`; of one width.
+            stream: raw handle of the current stream.
+            record: records an event on it.
+
+        Returns:
+            The rows on the device, ``[rows, 6]`` int64, and each group's skip rows, ``[., width]`` float32.
+        """
+        if not skip_rows and self._holds == (id(table), table.version):
+            return self._rows, {}
+        values_by_skips = [row for rows in skip_rows.values() for row in rows]
+        values = torch.tensor(values_by_skips, dtype=torch.float32, device="cpu")  # whatever torch's default device is
+        nbytes = table.nbytes + values.nbytes
+        self._holds = (0, -1)  # until all of it is enqueued
+        if nbytes > self._memory.numel():
+            torch.cuda.synchronize(self._device)  # kernels of any stream may still read the table
+            size = max(_with_room(nbytes), _LEAST_BYTES)
+            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        host = self._piece(nbytes)
+        table.write_to(host)
+        host[table.nbytes : nbytes].copy_(values.view(-1).view(torch.uint8))
+        cuda_driver.copy_to_device_async(self._memory.data_ptr(), host.data_ptr(), nbytes, stream)
+        self._pieces.append((host, record()))
+        self._table, self._holds = table, (id(table), table.version)
+        self._rows = self._memory[: table.nbytes].view(torch.int64).view(table.rows.shape)
+        on_device = self._memory[table.nbytes : nbytes].view(torch.float32).view(values.shape)
+        return self._rows, self._split(skip_rows, on_device)
+
+    @staticmethod
+    def _split(skip_rows: Mapping[int, Sequence[Any]], values: torch.Tensor) -> dict[int, torch.Tensor]:
+        rows, first = {}, 0
+        for group, taken in skip_rows.items():
+            rows[group] = values[first : first + len(taken)]
+            first += len(taken)
+        return rows
+
+    def _piece(self, nbytes: int) -> torch.Tensor:
+        """Page-locked memory that no copy reads any more."""
+        while self._pieces and (self._pieces[0][1] is None or self._pieces[0][1].query() or self._is_far_ahead()):
+            piece, copied = self._pieces.popleft()
+            if copied is not None:
+                copied.synchronize()
+            if piece.numel() >= nbytes:
+                return piece
+            # Too small by now. Its slab stays locked: giving that back would wait for the device.
+        size = _with_room(nbytes)
+        slab = PinnedSlab(max(size, _SLAB_BYTES // size * size), pin=True, device=self._device)
+        self._slabs.append(slab)
+        self._pieces.extendleft((piece, None) for piece in slab.bytes.split(size))
+        return self._pieces.popleft()[0]
+
+    def _is_far_ahead(self) -> bool:
+        return sum(piece.numel() for piece, _ in self._pieces) >= _MOST_BYTES
+
+
+def _with_room(nbytes: int) -> int:
+    """Bytes to take, so that corrections may come and go."""
+    return -(-nbytes * 5 // 4 // 4096) * 4096

@@ -1,0 +1,105 @@
+"""An optimizer whose steps are timed by any way to stream its state."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.plan.transfer_settings import Streaming
+
+_TENSORS = 16
+_WARM_MS = 20.0
+
+WIDE: dict[str, Any] = {"master_weights": True}
+"""float32 master and moments, 12 bytes a parameter: the most that there is."""
+
+NARROW: dict[str, Any] = {
+    "master_weights": True,
+    "store_param_remainders": True,
+    "exp_avg_dtype": torch.bfloat16,
+    "exp_avg_sq_dtype": torch.bfloat16,
+}
+"""Remainder and bfloat16 moments, 6 bytes a parameter."""
+
+
+class Rig:
+    """An optimizer whose steps are timed by any way to stream, on the same page-locked memory.
+
+    Attributes:
+        param_numel: elements that it steps.
+    """
+
+    def __init__(self, numel: int, forms: dict[str, Any], offload: OffloadConfig, device: torch.device) -> None:
+        """Takes the memory of parameters, gradients and state.
+
+        Args:
+            numel: bfloat16 parameters.
+            forms: keyword arguments of the optimizer.
+            offload: what is offloaded.
+            device: the GPU.
+        """
+        self.param_numel = numel // _TENSORS * _TENSORS
+        params = [
+            torch.nn.Parameter(torch.full((numel // _TENSORS,), 0.02, dtype=torch.bfloat16, device=device))
+            for _ in range(_TENSORS)
+        ]
+        # Zeros would be kinder to a GPU's power than any gradient is.
+        values = torch.randn(numel // _TENSORS, device=device).bfloat16()
+        for param in params:
+            param.grad = values.clone()
+        self.optimizer = FusedOffloadAdam(params, lr=1e-4, weight_decay=0.1, offload=offload, **forms)
+        self.step_ms()
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the state in host memory."""
+        return sum(self.optimizer.memory_report().host_bytes.values())
+
+    def step_ms(self) -> float:
+        """One step, from an idle GPU until the state is back in host memory."""
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.synchronize()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) * 1e3
+
+    def time(self, streaming: Streaming, steps: int = 2) -> list[float]:
+        """Steps by one way to stream, after one that takes its ring and compiles its kernels.
+
+        Steps prepare something until each slot of the ring was used once. Where that is a share of their time, so many
+        go before those that are timed.
+
+        Args:
+            streaming: the way.
+            steps: how many.
+        """
+        self.optimizer._stepper.reconfigure(config_of(streaming))
+        first_ms = self.step_ms()
+        start = time.perf_counter()
+        for _ in range(streaming.depth):
+            if (time.perf_counter() - start) * 1e3 + first_ms < _WARM_MS:
+                self.step_ms()
+        return [self.step_ms() for _ in range(steps)]
+
+
+def config_of(streaming: Streaming) -> OffloadConfig:
+    """The configuration that streams in one way and no other."""
+    if streaming.programs is not None:
+        return OffloadConfig(transport="zero_copy", zero_copy_programs=streaming.programs)
+    return OffloadConfig(transport="copy", chunk_bytes=streaming.chunk_bytes, depth=streaming.depth)
+
+
+@contextmanager
+def rig(numel: int, forms: dict[str, Any], device: torch.device) -> Iterator[Rig]:
+    """A `Rig` with all state offloaded, which gives its memory back."""
+    made = Rig(numel, forms, config_of(Streaming()), device)
+    try:
+        yield made
+    finally:
+        made.optimizer.close()
