@@ -1,4 +1,4 @@
-"""What is stepped: stored forms, parameters with gradients, and the check that a step was one."""
+"""What is stepped: stored formats, parameters with gradients, and the check that a step was one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fused_offload.kernels.formats import (
     LOG8,
     REMAINDER,
     ROOT8,
-    Form,
+    Format,
 )
 from fused_offload.state.layout import align
 
@@ -28,7 +28,7 @@ _SAMPLE_NUMEL = 4096
 
 
 @dataclass(frozen=True)
-class StoredForm:
+class StoredFormat:
     """How the state of bfloat16 parameters is stored.
 
     Attributes:
@@ -39,16 +39,16 @@ class StoredForm:
     """
 
     name: str
-    exp_avg: Form
-    exp_avg_sq: Form
-    master_param: Form
+    exp_avg: Format
+    exp_avg_sq: Format
+    master_param: Format
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of FusedOffloadAdam, and of TransformerEngine's FusedAdam where it has the form."""
+        """Arguments of FusedOffloadAdam, and of TransformerEngine's FusedAdam where it has the format."""
         return {
             "lr": LR,
             "weight_decay": WEIGHT_DECAY,
@@ -61,8 +61,8 @@ class StoredForm:
 
     def state_bytes(self, numel: int, tensors: int = 1) -> int:
         """Bytes of state, scales and alignment included: what crosses the link each way."""
-        forms = (self.exp_avg, self.exp_avg_sq, self.master_param)
-        return tensors * sum(form.stored_bytes(align(numel)) for form in forms)
+        formats = (self.exp_avg, self.exp_avg_sq, self.master_param)
+        return tensors * sum(format.stored_bytes(align(numel)) for format in formats)
 
     def kernel_bytes(self, numel: int, tensors: int = 1) -> int:
         """GPU memory that one update reads and writes."""
@@ -71,17 +71,17 @@ class StoredForm:
         return tensors * numel * (2 + param_bytes) + 2 * self.state_bytes(numel, tensors)
 
 
-FORM_12B = StoredForm("12B", FP32, FP32, FP32)
-FORM_10B = StoredForm("10B", FP32, FP32, REMAINDER)
-FORM_6B = StoredForm("6B", BF16, BF16, REMAINDER)
-FORM_6B_FP16 = StoredForm("6B-fp16", FP16, FP16_NONZERO, REMAINDER)
+FORMAT_12B = StoredFormat("12B", FP32, FP32, FP32)
+FORMAT_10B = StoredFormat("10B", FP32, FP32, REMAINDER)
+FORMAT_6B = StoredFormat("6B", BF16, BF16, REMAINDER)
+FORMAT_6B_FP16 = StoredFormat("6B-fp16", FP16, FP16_NONZERO, REMAINDER)
 
-FORM_6B_STOCHASTIC = StoredForm("6B-stochastic", BF16_STOCHASTIC, BF16_STOCHASTIC, REMAINDER)
-FORM_4B = StoredForm("4B", ROOT8, LOG8, REMAINDER)
+FORMAT_6B_STOCHASTIC = StoredFormat("6B-stochastic", BF16_STOCHASTIC, BF16_STOCHASTIC, REMAINDER)
+FORMAT_4B = StoredFormat("4B", ROOT8, LOG8, REMAINDER)
 
-STEP_FORMS = (FORM_12B, FORM_10B, FORM_6B, FORM_4B)
-KERNEL_FORMS = (*STEP_FORMS, FORM_6B_FP16, FORM_6B_STOCHASTIC)
-TE_FORMS = (FORM_12B, FORM_10B, FORM_6B)
+STEP_FORMATS = (FORMAT_12B, FORMAT_10B, FORMAT_6B, FORMAT_4B)
+KERNEL_FORMATS = (*STEP_FORMATS, FORMAT_6B_FP16, FORMAT_6B_STOCHASTIC)
+TE_FORMATS = (FORMAT_12B, FORMAT_10B, FORMAT_6B)
 
 
 def make_params(

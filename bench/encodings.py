@@ -28,7 +28,7 @@ from fused_offload.kernels.formats import (
     LOG8,
     ROOT8,
     SCALE_BLOCK,
-    Form,
+    Format,
     Rounding,
     Stored,
     decode,
@@ -146,18 +146,18 @@ def unchanged(values: Tensor, step: int) -> Tensor:
     return values
 
 
-class StoredForm:
-    """A form of this package."""
+class StoredFormat:
+    """A format of this package."""
 
-    def __init__(self, form: Form, moment: int) -> None:
-        self._form, self._moment = form, moment
+    def __init__(self, format: Format, moment: int) -> None:
+        self._format, self._moment = format, moment
 
     def __call__(self, values: Tensor, step: int) -> Tensor:
         """What remains."""
         numel = values.numel()
-        scale = torch.empty(numel // SCALE_BLOCK) if self._form.scaled else None
-        stored = Stored(self._form, torch.empty(numel, dtype=self._form.dtype), scale)
-        random = rounding_thresholds(Rounding(0, step, 0), numel, _CPU) if self._form.stochastic else None
+        scale = torch.empty(numel // SCALE_BLOCK) if self._format.scaled else None
+        stored = Stored(self._format, torch.empty(numel, dtype=self._format.dtype), scale)
+        random = rounding_thresholds(Rounding(0, step, 0), numel, _CPU) if self._format.stochastic else None
         encode_(stored, values, None if random is None else random[self._moment])
         return decode(stored)
 
@@ -240,10 +240,10 @@ def first_moment_codecs() -> dict[str, Codec]:
         "fourth root, stochastic, block 32": Table(power_grid(4, signed=True), block=32, rounding="stochastic"),
         "sixth root, stochastic": Table(power_grid(6, signed=True), rounding="stochastic"),
         "e4m3, stochastic": Table(e4m3_grid(signed=True), rounding="stochastic"),
-        "**root8**": StoredForm(ROOT8, 0),
-        "(16 bits) bf16": StoredForm(BF16, 0),
-        "(16 bits) bf16, stochastic": StoredForm(BF16_STOCHASTIC, 0),
-        "(16 bits) fp16": StoredForm(FP16, 0),
+        "**root8**": StoredFormat(ROOT8, 0),
+        "(16 bits) bf16": StoredFormat(BF16, 0),
+        "(16 bits) bf16, stochastic": StoredFormat(BF16_STOCHASTIC, 0),
+        "(16 bits) fp16": StoredFormat(FP16, 0),
     }
 
 
@@ -267,11 +267,11 @@ def second_moment_codecs() -> dict[str, Codec]:
         "fourth root, up": Table(power_grid(4, signed=False), rounding="up"),
         "fourth root, stochastic": table(power_grid(4, signed=False), rounding="stochastic"),
         "eighth root, stochastic": table(power_grid(8, signed=False), rounding="stochastic"),
-        "log8 to the nearest": StoredForm(LOG8._replace(stochastic=False), 1),
-        "**log8**": StoredForm(LOG8, 1),
-        "(16 bits) bf16": StoredForm(BF16, 1),
-        "(16 bits) bf16, stochastic": StoredForm(BF16_STOCHASTIC, 1),
-        "(16 bits) fp16": StoredForm(FP16_NONZERO, 1),
+        "log8 to the nearest": StoredFormat(LOG8._replace(stochastic=False), 1),
+        "**log8**": StoredFormat(LOG8, 1),
+        "(16 bits) bf16": StoredFormat(BF16, 1),
+        "(16 bits) bf16, stochastic": StoredFormat(BF16_STOCHASTIC, 1),
+        "(16 bits) fp16": StoredFormat(FP16_NONZERO, 1),
     }
 
 
@@ -326,10 +326,10 @@ def compare(sets: dict[str, Tensor], beta2: float, eps: float) -> None:
         second = {name: errors(unchanged, codec) for name, codec in second_moment_codecs().items()}
         show(f"exp_avg_sq, exp_avg in float32, {setting}", second, list(sets))
     ours = {
-        "root8 and log8": errors(StoredForm(ROOT8, 0), StoredForm(LOG8, 1)),
-        "root8 and stochastic bf16": errors(StoredForm(ROOT8, 0), StoredForm(BF16_STOCHASTIC, 1)),
-        "stochastic bf16": errors(StoredForm(BF16_STOCHASTIC, 0), StoredForm(BF16_STOCHASTIC, 1)),
-        "bf16": errors(StoredForm(BF16, 0), StoredForm(BF16, 1)),
+        "root8 and log8": errors(StoredFormat(ROOT8, 0), StoredFormat(LOG8, 1)),
+        "root8 and stochastic bf16": errors(StoredFormat(ROOT8, 0), StoredFormat(BF16_STOCHASTIC, 1)),
+        "stochastic bf16": errors(StoredFormat(BF16_STOCHASTIC, 0), StoredFormat(BF16_STOCHASTIC, 1)),
+        "bf16": errors(StoredFormat(BF16, 0), StoredFormat(BF16, 1)),
     }
     for peer in ("torchao", "bitsandbytes"):
         try:

@@ -40,7 +40,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 import fused_offload.megatron
 from fused_offload import FusedOffloadAdam, OffloadConfig
 
-FORMS: dict[str, dict[str, Any]] = {
+FORMATS: dict[str, dict[str, Any]] = {
     "12B": {"store_param_remainders": False},
     "10B": {"store_param_remainders": True},
     "6B": {
@@ -73,13 +73,13 @@ class Case(NamedTuple):
 def all_cases() -> dict[str, Case]:
     """Every case by name."""
     cases = {}
-    for name, form in FORMS.items():
-        cases[f"resident-{name}"] = Case({**HYBRID, **form, "optimizer_offload_fraction": 0.0})
-        cases[f"offload-{name}"] = Case({**HYBRID, **form, "optimizer_offload_fraction": 1.0})
-        cases[f"te-{name}"] = Case({**ADAM, **form}, ours=False)
-        cases[f"te-place-{name}"] = Case({**ADAM, **form})
+    for name, format in FORMATS.items():
+        cases[f"resident-{name}"] = Case({**HYBRID, **format, "optimizer_offload_fraction": 0.0})
+        cases[f"offload-{name}"] = Case({**HYBRID, **format, "optimizer_offload_fraction": 1.0})
+        cases[f"te-{name}"] = Case({**ADAM, **format}, ours=False)
+        cases[f"te-place-{name}"] = Case({**ADAM, **format})
         for share, window in (("window", ALL), ("auto", "auto")):
-            config = {**HYBRID, **form, "optimizer_offload_fraction": 1.0}
+            config = {**HYBRID, **format, "optimizer_offload_fraction": 1.0}
             cases[f"offload-{name}-{share}"] = Case(config, offload=OffloadConfig(window_bytes=window))  # type: ignore[arg-type]
     for name, overlap in (("hybrid", False), ("hybrid-overlap", True)):
         config = {**HYBRID, "optimizer_offload_fraction": 1.0, "overlap_cpu_optimizer_d2h_h2d": overlap}

@@ -33,7 +33,7 @@ on a machine with a GPU. Times of different files are not to be compared: a link
 is why each file measures what it compares with.
 """
 
-_FORMS = ("12B", "10B", "6B")
+_FORMATS = ("12B", "10B", "6B")
 _KINDS = ("plain-duplex", "copies-only", "whole-step")
 
 
@@ -177,8 +177,8 @@ def _large_lines(record: Record) -> Iterator[str]:
 def _together_lines(together: Record) -> Iterator[str]:
     """What `two_gpus.py` found."""
     ranks = range(together["ranks"])
-    for form, record in together["forms"].items():
-        yield from ("", f"### {form}: {record['param_numel']:,} parameters on each of {len(ranks)} GPUs, ms", "")
+    for format, record in together["forms"].items():
+        yield from ("", f"### {format}: {record['param_numel']:,} parameters on each of {len(ranks)} GPUs, ms", "")
         yield from markdown(
             ("", *(f"rank {rank}" for rank in ranks), "until all are done", "rank 0 alone"),
             (
@@ -270,21 +270,21 @@ def _tuning_lines(record: Record) -> Iterator[str]:
 
 
 def _has_steps(results: Results, *kinds: str) -> bool:
-    """Whether there are rows of these kinds for each stored form."""
-    return all(f"step/{form}/{kind}" in results.rows for form in _FORMS for kind in kinds)
+    """Whether there are rows of these kinds for each stored format."""
+    return all(f"step/{format}/{kind}" in results.rows for format in _FORMATS for kind in kinds)
 
 
 def draw_steps(axis: Any, results: Results) -> None:
-    """Whole steps beside what they are compared with, by stored form."""
+    """Whole steps beside what they are compared with, by stored format."""
     for offset, kind in enumerate(_KINDS):
-        rows = [results.rows[f"step/{form}/{kind}"] for form in _FORMS]
+        rows = [results.rows[f"step/{format}/{kind}"] for format in _FORMATS]
         middle = [row["median_ms"] for row in rows]
         spread = [
             [row["median_ms"] - row["min_ms"] for row in rows],
             [row["max_ms"] - row["median_ms"] for row in rows],
         ]
-        axis.bar([i + 0.27 * (offset - 1) for i in range(len(_FORMS))], middle, 0.25, yerr=spread, label=kind)
-    axis.set_xticks(range(len(_FORMS)), [f"{form[:-1]} bytes a parameter" for form in _FORMS])
+        axis.bar([i + 0.27 * (offset - 1) for i in range(len(_FORMATS))], middle, 0.25, yerr=spread, label=kind)
+    axis.set_xticks(range(len(_FORMATS)), [f"{format[:-1]} bytes a parameter" for format in _FORMATS])
     axis.set(ylabel="ms", title="A step of a billion parameters: medians, shortest and longest")
     axis.legend()
 
@@ -292,8 +292,8 @@ def draw_steps(axis: Any, results: Results) -> None:
 def draw_peers(axis: Any, results: Results) -> None:
     """The same step by others, and ours from the same file."""
     rows = {name.partition("/")[2]: row for name, row in results.rows.items() if name.startswith("peers/")}
-    for form in _FORMS:
-        rows[f"FusedOffloadAdam, {form}"] = results.rows[f"step/{form}/whole-step"]
+    for format in _FORMATS:
+        rows[f"FusedOffloadAdam, {format}"] = results.rows[f"step/{format}/whole-step"]
     _draw_optimizers(axis, [(name, row["median_ms"], row["note"]) for name, row in rows.items()])
     axis.set(xlabel="ms", title="A step of a billion parameters, from gradients to final parameters")
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import FORM_6B, FORM_12B, LR, WEIGHT_DECAY, StoredForm
+from cases import FORMAT_6B, FORMAT_12B, LR, WEIGHT_DECAY, StoredFormat
 from clock import synchronize
 
 BETAS = (0.9, 0.999)
@@ -109,9 +109,9 @@ def cpu_threads() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _te(form: StoredForm) -> Callable[[list[torch.nn.Parameter]], Ready]:
+def _te(format: StoredFormat) -> Callable[[list[torch.nn.Parameter]], Ready]:
     def build(params: list[torch.nn.Parameter]) -> Ready:
-        return Ready(te_fused_adam()(params, betas=BETAS, eps=EPS, **form.arguments).step, params)
+        return Ready(te_fused_adam()(params, betas=BETAS, eps=EPS, **format.arguments).step, params)
 
     return build
 
@@ -226,8 +226,8 @@ PEERS = (
         _torch_cpu_in_training,
         f"on the CPU, {CPU_THREADS} threads or all cores, float32 everything; gradients and parameters are copied",
     ),
-    Peer("te-fused-adam-12B", "TransformerEngine, on the GPU: float32 master and moments", _te(FORM_12B)),
-    Peer("te-fused-adam-6B", "TransformerEngine, on the GPU: remainder, bfloat16 moments", _te(FORM_6B)),
+    Peer("te-fused-adam-12B", "TransformerEngine, on the GPU: float32 master and moments", _te(FORMAT_12B)),
+    Peer("te-fused-adam-6B", "TransformerEngine, on the GPU: remainder, bfloat16 moments", _te(FORMAT_6B)),
     Peer(
         "torchao-cpu-offload",
         "on the CPU: bfloat16 moments, no master; includes the copy of backward",

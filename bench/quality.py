@@ -1,6 +1,6 @@
-"""What narrow moments cost in held-out loss: one GPT, the same text, one stored form after another.
+"""What narrow moments cost in held-out loss: one GPT, the same text, one stored format after another.
 
-    python bench/quality.py --results FILE.json                     # all forms, three seeds, two beta2: 24 runs
+    python bench/quality.py --results FILE.json                     # all formats, three seeds, two beta2: 24 runs
     python bench/quality.py --results FILE.json --forms bf16-stochastic --seeds 0 --beta2 0.999
     python bench/quality.py --tiny --device cpu                     # seconds, says nothing
 
@@ -34,7 +34,7 @@ from torch import nn
 from fused_offload import FusedOffloadAdam, OffloadConfig
 
 NARROW = {"fp32": torch.float32, "bf16": torch.bfloat16, "uint8": torch.uint8}
-FORMS: dict[str, dict[str, Any]] = {
+FORMATS: dict[str, dict[str, Any]] = {
     **{name: {"exp_avg_dtype": dtype, "exp_avg_sq_dtype": dtype} for name, dtype in NARROW.items()},
     "bf16-stochastic": {
         "exp_avg_dtype": torch.bfloat16,
@@ -155,7 +155,7 @@ class Run:
     """One training run.
 
     Attributes:
-        form: key of `FORMS`.
+        format: key of `FORMATS`.
         seed: seed of weights and of the order of the data.
         beta2: decay of the second moment.
         eps: added to the denominator.
@@ -214,7 +214,7 @@ class Training:
         self.model.load_state_dict(self._initial[seed])
 
     def run(self, case: Case) -> Run:
-        """Trains with one stored form and measures the model."""
+        """Trains with one stored format and measures the model."""
         size, options = self.size, self.options
         self._reset(case.seed)
         params = list(self.model.parameters())
@@ -230,7 +230,7 @@ class Training:
             master_weights=True,
             store_param_remainders=True,
             offload=OffloadConfig(fraction=0.0),
-            **FORMS[case.form],
+            **FORMATS[case.form],
         )
         order = torch.Generator().manual_seed(case.seed)
         last_start = len(self.text.train) - size.length
@@ -269,7 +269,7 @@ def main() -> None:
     """Trains what was asked for, writes and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, metavar="FILE.json")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=["fp32", "bf16", "bf16-stochastic", "uint8"])
+    parser.add_argument("--forms", nargs="+", choices=FORMATS, default=["fp32", "bf16", "bf16-stochastic", "uint8"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--beta2", nargs="+", type=float, default=[0.95, 0.999])
     parser.add_argument("--eps", type=float, default=1e-8)

@@ -9,10 +9,10 @@ from typing import Any
 from table import markdown
 
 ALLOWED = {"uint8": 0.003, "bf16": 0.001}
-"""How much worse than float32 a form's held-out loss may be, unless the seeds differ by more."""
+"""How much worse than float32 a format's held-out loss may be, unless the seeds differ by more."""
 _SETTINGS = ("beta2", "eps", "lr", "size")
 _RUNS = ("form", "beta2", "eps", "seed", "bytes a parameter", "held-out loss", "over float32", "allowed")
-_FORMS = ("form", "beta2", "eps", "seeds", "mean held-out loss", "spread of seeds", "over float32, mean", "by seed")
+_FORMATS = ("form", "beta2", "eps", "seeds", "mean held-out loss", "spread of seeds", "over float32, mean", "by seed")
 
 
 def _percent(share: float) -> str:
@@ -35,7 +35,7 @@ def _spread(losses: Sequence[float]) -> float:
 
 
 def quality_lines(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """All runs beside those in float32 with the same seed, then each form over its seeds, in Markdown."""
+    """All runs beside those in float32 with the same seed, then each format over its seeds, in Markdown."""
 
     def run_line(run: dict[str, Any]) -> tuple[str, ...]:
         base = _in_float32(runs, run)
@@ -51,7 +51,7 @@ def quality_lines(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
             f"{100 * max(ALLOWED[run['form']], gap):.2f} %" if run["form"] in ALLOWED else "",
         )
 
-    def form_line(same: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    def format_line(same: Sequence[dict[str, Any]]) -> tuple[str, ...]:
         base = _in_float32(runs, same[0])
         losses = [run["held_out"] for run in same]
         over = [run["held_out"] / base[run["seed"]] - 1 for run in same if run["seed"] in base]
@@ -71,9 +71,9 @@ def quality_lines(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
 
     ordered = sorted(runs, key=place)
     yield from markdown(_RUNS, map(run_line, ordered))
-    by_form: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    by_format: dict[Any, list[dict[str, Any]]] = defaultdict(list)
     for run in ordered:
-        by_form[run["form"], repr([run.get(key) for key in _SETTINGS])].append(run)
+        by_format[run["form"], repr([run.get(key) for key in _SETTINGS])].append(run)
     if len({run["seed"] for run in runs}) > 1:
         yield ""
-        yield from markdown(_FORMS, map(form_line, by_form.values()))
+        yield from markdown(_FORMATS, map(format_line, by_format.values()))

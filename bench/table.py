@@ -128,9 +128,9 @@ def suite_tables(suite: str, rows: list[Record]) -> Iterator[str]:
     if suite == "link":
         yield from pivot_table(rows, "copy_mib", "direction", "MiB a copy", _link_rate)
     elif suite == "sweep":
-        for form in dict.fromkeys(row["params"]["form"] for row in rows):
-            chosen = [row for row in rows if row["params"]["form"] == form]
-            yield from pivot_table(chosen, "chunk_mib", "depth", f"{form}: MiB a chunk, by depth", _milliseconds)
+        for format in dict.fromkeys(row["params"]["form"] for row in rows):
+            chosen = [row for row in rows if row["params"]["form"] == format]
+            yield from pivot_table(chosen, "chunk_mib", "depth", f"{format}: MiB a chunk, by depth", _milliseconds)
             yield ""
     else:
         yield from plain_table(rows)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import KERNEL_FORMS, LR, TE_FORMS, WEIGHT_DECAY, StoredForm, Watch, make_params
+from cases import KERNEL_FORMATS, LR, TE_FORMATS, WEIGHT_DECAY, StoredFormat, Watch, make_params
 from clock import measure, synchronize
 from peers import te_fused_adam
 from pytest_benchmark.fixture import BenchmarkFixture
@@ -17,7 +17,7 @@ from scale import Scale
 
 from fused_offload.kernels.adam import launch as adam
 from fused_offload.kernels.adam.reference import AdamState, adam_scalars
-from fused_offload.kernels.formats import SCALE_BLOCK, Form, Stored, rounding_counter
+from fused_offload.kernels.formats import SCALE_BLOCK, Format, Stored, rounding_counter
 from fused_offload.kernels.launch import programs_of
 from fused_offload.state.layout import align
 
@@ -53,14 +53,14 @@ def measure_launches(
     )
 
 
-def resident_state(form: StoredForm, numel: int, device: torch.device) -> AdamState:
+def resident_state(format: StoredFormat, numel: int, device: torch.device) -> AdamState:
     """State of ``numel`` elements, not yet set."""
 
-    def stored(key_form: Form) -> Stored:
-        scale = torch.ones(numel // SCALE_BLOCK, device=device) if key_form.scaled else None
-        return Stored(key_form, torch.zeros(numel, dtype=key_form.dtype, device=device), scale)
+    def stored(key_format: Format) -> Stored:
+        scale = torch.ones(numel // SCALE_BLOCK, device=device) if key_format.scaled else None
+        return Stored(key_format, torch.zeros(numel, dtype=key_format.dtype, device=device), scale)
 
-    return AdamState(stored(form.exp_avg), stored(form.exp_avg_sq), stored(form.master_param))
+    return AdamState(stored(format.exp_avg), stored(format.exp_avg_sq), stored(format.master_param))
 
 
 def address_table(params: list[torch.nn.Parameter], device: torch.device) -> tuple[torch.Tensor, int]:
@@ -76,16 +76,16 @@ def address_table(params: list[torch.nn.Parameter], device: torch.device) -> tup
 
 
 @pytest.mark.parametrize("numerics", ["ieee", pytest.param("te", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("form", KERNEL_FORMS, ids=str)
+@pytest.mark.parametrize("format", KERNEL_FORMATS, ids=str)
 def test_fused_kernel(
-    form: StoredForm, numerics: str, benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device
+    format: StoredFormat, numerics: str, benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device
 ) -> None:
     if device.type == "cpu" and not scale.smoke:
         pytest.skip("without a GPU the kernel runs in Triton's interpreter, whose speed says nothing; --smoke runs it")
     numel, tensors = scale.tensor_numel, scale.tensors
     params = make_params(numel, tensors, device)
     table, programs = address_table(params, device)
-    state = resident_state(form, tensors * align(numel), device)
+    state = resident_state(format, tensors * align(numel), device)
     aligned = all(address % 16 == 0 for row in table.tolist() for address in row[1:3])
     kind = adam.LaunchKind(torch.bfloat16, torch.bfloat16, numerics, aligned)
     scalars = adam_scalars(
@@ -103,11 +103,11 @@ def test_fused_kernel(
 
     watch.assert_trained()
     row = make_row(
-        f"kernel/{form}/{numerics}",
+        f"kernel/{format}/{numerics}",
         samples,
-        params={"form": form.name, "numerics": numerics, "launches": scale.launches},
+        params={"form": format.name, "numerics": numerics, "launches": scale.launches},
         numel=numel * tensors,
-        memory_bytes=form.kernel_bytes(numel, tensors),
+        memory_bytes=format.kernel_bytes(numel, tensors),
     )
     rows.add(benchmark, row)
 
@@ -133,26 +133,26 @@ def test_torch_fused_adamw(benchmark: BenchmarkFixture, scale: Scale, rows: Rows
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", TE_FORMS, ids=str)
+@pytest.mark.parametrize("format", TE_FORMATS, ids=str)
 def test_te_fused_adam(
-    form: StoredForm, benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device
+    format: StoredFormat, benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device
 ) -> None:
     fused_adam = te_fused_adam()
     numel, tensors = scale.tensor_numel, scale.tensors
     params = make_params(numel, tensors, device)
-    optimizer = fused_adam(params, **form.arguments)
+    optimizer = fused_adam(params, **format.arguments)
     watch = Watch(params)
 
     samples = measure_launches(benchmark, optimizer.step, scale, device)
 
     watch.assert_trained()
     row = make_row(
-        f"kernel/te-fused-adam/{form}",
+        f"kernel/te-fused-adam/{format}",
         samples,
-        params={"form": form.name, "launches": scale.launches},
+        params={"form": format.name, "launches": scale.launches},
         numel=numel * tensors,
         # What an update has to move. Where TE converts moments to float32 first, it moves more.
-        memory_bytes=form.kernel_bytes(numel, tensors),
+        memory_bytes=format.kernel_bytes(numel, tensors),
         note="TransformerEngine's FusedAdam",
     )
     rows.add(benchmark, row)

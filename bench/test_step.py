@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cases import FORM_6B, FORM_12B, LR, STEP_FORMS, WEIGHT_DECAY, PeakMemory, StoredForm, Watch, make_params
+from cases import FORMAT_6B, FORMAT_12B, LR, STEP_FORMATS, WEIGHT_DECAY, PeakMemory, StoredFormat, Watch, make_params
 from clock import StepTime, measure, time_step, wall_ms
 from copies_only import run_copies_only
 from duplex import PlainDuplex, host_slabs
@@ -98,13 +98,13 @@ class LinkRounds:
         return LinkTimes(self._copies_ms[-rounds:], self._plain_ms[-rounds:], self._best_mib, self._by_copy_mib)
 
 
-@pytest.mark.parametrize("form", STEP_FORMS, ids=str)
+@pytest.mark.parametrize("format", STEP_FORMATS, ids=str)
 def test_whole_step(
-    form: StoredForm, benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device
+    format: StoredFormat, benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device
 ) -> None:
     params = make_params(scale.tensor_numel, scale.tensors, device)
     memory = PeakMemory(device)
-    with offloaded(params, scale.offload, **form.arguments) as optimizer:
+    with offloaded(params, scale.offload, **format.arguments) as optimizer:
         for _ in range(max(1, scale.warmup_rounds)):
             timed_step(optimizer, device)
         extra_gpu_bytes = memory.extra_bytes()  # before the mirror of the plain copies is there
@@ -126,30 +126,30 @@ def test_whole_step(
         assert all(value.isfinite().all() for value in optimizer.state[params[-1]].values())
 
     link_times = None if link is None else link.times(len(times))
-    for row in step_rows(form, scale, times, link_times, extra_gpu_bytes):
+    for row in step_rows(format, scale, times, link_times, extra_gpu_bytes):
         rows.add(benchmark, row)
 
 
 def step_rows(
-    form: StoredForm, scale: Scale, times: list[StepTime], link: LinkTimes | None, extra_gpu_bytes: int | None
+    format: StoredFormat, scale: Scale, times: list[StepTime], link: LinkTimes | None, extra_gpu_bytes: int | None
 ) -> Iterator[Row]:
     """The step and, where there is a link, what it is compared with."""
     numel = scale.tensor_numel * scale.tensors
-    state_bytes = form.state_bytes(scale.tensor_numel, scale.tensors)
+    state_bytes = format.state_bytes(scale.tensor_numel, scale.tensors)
     moved: dict[str, Any] = {"numel": numel, "bytes_to_device": state_bytes, "bytes_to_host": state_bytes}
-    chunks = {"form": form.name, "chunk_bytes": scale.offload.chunk_bytes, "depth": scale.offload.depth}
+    chunks = {"form": format.name, "chunk_bytes": scale.offload.chunk_bytes, "depth": scale.offload.depth}
     step_ms = [time.total_ms for time in times]
     ratios: dict[str, float] = {}
     if link is not None:
         plain_ms, copies_ms = median(link.plain_ms), median(link.copies_ms)
-        plain = {"form": form.name, "copy_mib": link.best_mib, "ms_by_copy_mib": link.by_copy_mib}
-        yield make_row(f"step/{form}/plain-duplex", link.plain_ms, params=plain, **moved)
+        plain = {"form": format.name, "copy_mib": link.best_mib, "ms_by_copy_mib": link.by_copy_mib}
+        yield make_row(f"step/{format}/plain-duplex", link.plain_ms, params=plain, **moved)
         yield make_row(
-            f"step/{form}/copies-only", link.copies_ms, params=chunks, ratio_to_link=copies_ms / plain_ms, **moved
+            f"step/{format}/copies-only", link.copies_ms, params=chunks, ratio_to_link=copies_ms / plain_ms, **moved
         )
         ratios = {"ratio_to_copies": median(step_ms) / copies_ms, "ratio_to_link": median(step_ms) / plain_ms}
     yield make_row(
-        f"step/{form}/whole-step",
+        f"step/{format}/whole-step",
         step_ms,
         params=chunks,
         extra_gpu_bytes=extra_gpu_bytes,
@@ -174,14 +174,14 @@ def check_that_copies_change_nothing(optimizer: FusedOffloadAdam, link: LinkRoun
 
 def test_many_small_tensors(benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device) -> None:
     """Thousands of tiny parameters against the same bytes in a few: the price of a tensor is the host's."""
-    form = FORM_12B
+    format = FORMAT_12B
     few_numel = scale.small_tensors * scale.small_numel // scale.few_tensors
     many = make_params(scale.small_numel, scale.small_tensors, device)
     few = make_params(few_numel, scale.few_tensors, device)
     few_times: list[StepTime] = []
     with (
-        offloaded(many, scale.offload, **form.arguments) as many_optimizer,
-        offloaded(few, scale.offload, **form.arguments) as few_optimizer,
+        offloaded(many, scale.offload, **format.arguments) as many_optimizer,
+        offloaded(few, scale.offload, **format.arguments) as few_optimizer,
     ):
         watches = [Watch(many), Watch(few)]
         times = measure(
@@ -200,12 +200,12 @@ def test_many_small_tensors(benchmark: BenchmarkFixture, scale: Scale, rows: Row
         ("few", scale.few_tensors, few_numel, few_times),
         ("many", scale.small_tensors, scale.small_numel, times),
     ):
-        state_bytes = form.state_bytes(numel, tensors) if device.type == "cuda" else None
+        state_bytes = format.state_bytes(numel, tensors) if device.type == "cuda" else None
         total_ms = [time.total_ms for time in samples]
         row = make_row(
             f"tensors/{label}",
             total_ms,
-            params={"form": form.name, "tensors": tensors, "tensor_numel": numel, "peer": "tensors/few"},
+            params={"form": format.name, "tensors": tensors, "tensor_numel": numel, "peer": "tensors/few"},
             numel=tensors * numel,
             bytes_to_device=state_bytes,
             bytes_to_host=state_bytes,
@@ -217,10 +217,10 @@ def test_many_small_tensors(benchmark: BenchmarkFixture, scale: Scale, rows: Row
 
 def test_the_share_of_the_host(benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device) -> None:
     """As many parameters as a model of some ten layers has: what the host does for them is little beside the copies."""
-    form, tensors = FORM_12B, min(_MODEL_TENSORS, scale.tensor_numel * scale.tensors)
+    format, tensors = FORMAT_12B, min(_MODEL_TENSORS, scale.tensor_numel * scale.tensors)
     numel = scale.tensor_numel * scale.tensors // tensors
     params = make_params(numel, tensors, device)
-    with offloaded(params, OffloadConfig(), **form.arguments) as optimizer:
+    with offloaded(params, OffloadConfig(), **format.arguments) as optimizer:
         watch = Watch(params)
         times = measure(
             benchmark,
@@ -229,12 +229,12 @@ def test_the_share_of_the_host(benchmark: BenchmarkFixture, scale: Scale, rows: 
             warmup_rounds=scale.warmup_rounds,
         )
         watch.assert_trained()
-    state_bytes = form.state_bytes(numel, tensors) if device.type == "cuda" else None
+    state_bytes = format.state_bytes(numel, tensors) if device.type == "cuda" else None
     total_ms, host_ms = [time.total_ms for time in times], median(time.host_ms for time in times)
     row = make_row(
         f"tensors/{_MODEL_TENSORS}",
         total_ms,
-        params={"form": form.name, "tensors": tensors, "tensor_numel": numel},
+        params={"form": format.name, "tensors": tensors, "tensor_numel": numel},
         numel=tensors * numel,
         bytes_to_device=state_bytes,
         bytes_to_host=state_bytes,
@@ -291,10 +291,10 @@ def test_resident_against_torch(benchmark: BenchmarkFixture, scale: Scale, rows:
 
 def test_drift(benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device) -> None:
     """Many steps in a row: memory that grows or a queue that fills would show as steps that take longer and longer."""
-    form = FORM_6B
+    format = FORMAT_6B
     numel, tensors = scale.tensor_numel, scale.tensors
     params = make_params(numel, tensors, device)
-    with offloaded(params, scale.offload, **form.arguments) as optimizer:
+    with offloaded(params, scale.offload, **format.arguments) as optimizer:
         watch = Watch(params)
         times = measure(benchmark, lambda: timed_step(optimizer, device), rounds=scale.drift_steps)
         watch.assert_trained()
@@ -303,12 +303,12 @@ def test_drift(benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: to
     count = len(total_ms)
     # Of 200 steps these are 10 to 60, when everything is warm, and the last 50.
     early, late = total_ms[count // 20 : max(1, count * 3 // 10)], total_ms[-(-count * 3 // 4) :] or total_ms
-    state_bytes = form.state_bytes(numel, tensors) if device.type == "cuda" else None
+    state_bytes = format.state_bytes(numel, tensors) if device.type == "cuda" else None
     for label, samples in (("early", early), ("late", late)):
         row = make_row(
             f"drift/{label}",
             samples,
-            params={"form": form.name, "steps": count, "peer": "drift/early"},
+            params={"form": format.name, "steps": count, "peer": "drift/early"},
             numel=numel * tensors,
             bytes_to_device=state_bytes,
             bytes_to_host=state_bytes,

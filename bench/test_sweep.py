@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import FORM_6B, FORM_12B, StoredForm, Watch, make_params
+from cases import FORMAT_6B, FORMAT_12B, StoredFormat, Watch, make_params
 from clock import measure, time_step
 from pytest_benchmark.fixture import BenchmarkFixture
 from rows import Rows, make_row
@@ -20,14 +20,14 @@ from fused_offload.step.devices import Engine
 
 
 class Swept(NamedTuple):
-    """One optimizer for all points of a form: its memory is page-locked once, and every point uses the same pages."""
+    """One optimizer for all points of a format: its memory is page-locked once, and every point uses the same pages."""
 
-    form: StoredForm
+    format: StoredFormat
     params: list[torch.nn.Parameter]
     optimizer: FusedOffloadAdam
 
 
-@pytest.fixture(scope="module", params=[FORM_12B, FORM_6B], ids=str)
+@pytest.fixture(scope="module", params=[FORMAT_12B, FORMAT_6B], ids=str)
 def swept(request: pytest.FixtureRequest, scale: Scale, device: torch.device) -> Iterator[Swept]:
     if not request.config.getoption("sweep"):
         pytest.skip("the sweep takes minutes; ask for it with --sweep")
@@ -69,11 +69,11 @@ def test_sweep(
     )
 
     watch.assert_trained()
-    state_bytes = swept.form.state_bytes(scale.tensor_numel, scale.tensors)
+    state_bytes = swept.format.state_bytes(scale.tensor_numel, scale.tensors)
     row = make_row(
-        f"sweep/{swept.form}/{chunk_mib}MiB-x{depth}",
+        f"sweep/{swept.format}/{chunk_mib}MiB-x{depth}",
         [time.total_ms for time in times],
-        params={"form": swept.form.name, "chunk_mib": config.chunk_bytes / MIB, "depth": depth},
+        params={"form": swept.format.name, "chunk_mib": config.chunk_bytes / MIB, "depth": depth},
         numel=scale.tensor_numel * scale.tensors,
         bytes_to_device=state_bytes,
         bytes_to_host=state_bytes,

@@ -41,9 +41,9 @@ def profile_of_this_machine(
 
 
 @pytest.mark.parametrize("numel", SIZES)
-@pytest.mark.parametrize("form", ["12B", "6B"])
+@pytest.mark.parametrize("format", ["12B", "6B"])
 def test_tuned(
-    form: str,
+    format: str,
     numel: int,
     request: pytest.FixtureRequest,
     benchmark: BenchmarkFixture,
@@ -53,9 +53,9 @@ def test_tuned(
 ) -> None:
     if numel > scale.numel:
         pytest.skip("larger than --bench-numel")
-    forms = {"12B": WIDE, "6B": NARROW}[form]
-    resident = Rig(numel, forms, OffloadConfig(fraction=0.0), device)
-    with rig(numel, forms, device) as steps:
+    formats = {"12B": WIDE, "6B": NARROW}[format]
+    resident = Rig(numel, formats, OffloadConfig(fraction=0.0), device)
+    with rig(numel, formats, device) as steps:
         state_bytes = steps.state_bytes
         auto = streaming_of(OffloadConfig(), device, state_bytes)
         fixed = Streaming(DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH)
@@ -98,12 +98,12 @@ def test_tuned(
         if case == "auto" and swept:
             note += f"; {median(samples_ms) / median(cases['fastest'][1]):.3f} x the fastest of {len(swept)} ways"
         row = make_row(
-            f"tuned/{form}-{numel}/{case}",
+            f"tuned/{format}-{numel}/{case}",
             samples_ms,
             params={
-                "form": form,
+                "form": format,
                 "way": name,
-                "peer": f"tuned/{form}-{numel}/defaults",
+                "peer": f"tuned/{format}-{numel}/defaults",
                 "resident_plus_link_ms": bound_ms,
                 **({"predicted_ms": predicted_ms} if case == "auto" else {}),
                 **({"sweep_ms": {label(way): ms for way, ms in swept.items()}} if case == "fastest" else {}),

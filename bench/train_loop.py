@@ -35,7 +35,7 @@ from fused_offload import FusedOffloadAdam, OffloadConfig
 
 ALL = 2**50
 RING_BYTES = 160 * 2**20
-FORMS: dict[str, dict[str, Any]] = {
+FORMATS: dict[str, dict[str, Any]] = {
     "6B": {
         "master_weights": True,
         "store_param_remainders": True,
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
     Attributes:
         microbatches: of an iteration.
-        form: key of `FORMS`, or None for a loop without our optimizer.
+        format: key of `FORMATS`, or None for a loop without our optimizer.
         config: how the state moves.
         half: whether the window is half of the state.
         full_gpu: whether the GPU has no more memory than the loop without an optimizer took, and the ring.
@@ -61,7 +61,7 @@ class Case(NamedTuple):
     """
 
     microbatches: int
-    form: str | None
+    format: str | None
     config: OffloadConfig | None = None
     half: bool = False
     full_gpu: bool = False
@@ -69,7 +69,7 @@ class Case(NamedTuple):
 
 
 def all_cases() -> dict[str, Case]:
-    """Every case by name; each row is compared with the resident one of its form and microbatches."""
+    """Every case by name; each row is compared with the resident one of its format and microbatches."""
     resident = OffloadConfig(fraction=0.0)
     everything, auto = OffloadConfig(window_bytes=ALL), OffloadConfig(window_bytes="auto")
     return {
@@ -119,13 +119,13 @@ def optimizer_of(case: Case, model: nn.Module) -> Trained | None:
             pytest.skip("needs a CUDA GPU")
         build = case.peer.build_to_train or case.peer.build
         return Trained(None, None, build(params).step)
-    if case.form is None:
+    if case.format is None:
         return None
     config = case.config or OffloadConfig()
     if case.half:
         numel = sum(param.numel() for param in params)
-        config = OffloadConfig(window_bytes=numel * int(case.form[:-1]) // 2)
-    ours = FusedOffloadAdam(params, lr=1e-4, weight_decay=0.1, offload=config, **FORMS[case.form])
+        config = OffloadConfig(window_bytes=numel * int(case.format[:-1]) // 2)
+    ours = FusedOffloadAdam(params, lr=1e-4, weight_decay=0.1, offload=config, **FORMATS[case.format])
     attachment = ours.attach(model, microbatches=case.microbatches) if config.window_bytes else None
     return Trained(ours, attachment, ours.step, ours.synchronize)
 
@@ -199,7 +199,7 @@ def train_model(case: Case, args: argparse.Namespace, model: nn.Module, warmup: 
     timed = begins[warmup:]
     result = {
         "microbatches": case.microbatches,
-        "form": case.form,
+        "form": case.format,
         "param_numel": sum(param.numel() for param in params),
         "iteration_ms": ms_between(timed[0], timed[-1]) / args.iterations,
         "iterations_ms": [ms_between(begin, end) for begin, end in pairwise(timed)],
@@ -240,7 +240,7 @@ def afterwards(trained: Trained, params: list[nn.Parameter], device: torch.devic
 
 
 def add_ratios(results: dict[str, Any]) -> None:
-    """What each case adds to the resident one of the same form and microbatches, and to the loop without optimizer."""
+    """Time of each case beyond the resident one of its format and microbatches, and the bare loop."""
     without = {row["microbatches"]: row["iteration_ms"] for name, row in results.items() if name.startswith("none")}
     for row in results.values():
         if row["microbatches"] in without:

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from cases import FORM_6B, FORM_12B, StoredForm, Watch, make_params, release_memory
+from cases import FORMAT_6B, FORMAT_12B, StoredFormat, Watch, make_params, release_memory
 from clock import wall_ms
 from copies_only import run_copies_only
 from duplex import PlainDuplex, host_slabs
@@ -41,7 +41,7 @@ from scale import DUPLEX_MIB
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 
-FORMS = {form.name: form for form in (FORM_6B, FORM_12B)}
+FORMATS = {format.name: format for format in (FORMAT_6B, FORMAT_12B)}
 TURNS = ("turns-opposite", "turns-same", "one-at-a-time")
 LEAST_SHARE = 0.95
 """Of the speed of plain copies on all GPUs at once: what a step should reach on each of them."""
@@ -72,11 +72,11 @@ def gathered(value: Any) -> list[Any]:
 class Rig:
     """A rank's optimizer, and plain copies of its state."""
 
-    def __init__(self, form: StoredForm, options: argparse.Namespace, device: torch.device) -> None:
+    def __init__(self, format: StoredFormat, options: argparse.Namespace, device: torch.device) -> None:
         """Steps once, and chooses the size of plain copies."""
         self.device = device
         self.params = make_params(options.numel // options.tensors, options.tensors, device)
-        self.optimizer = FusedOffloadAdam(self.params, offload=OffloadConfig(), **form.arguments)
+        self.optimizer = FusedOffloadAdam(self.params, offload=OffloadConfig(), **format.arguments)
         self.step()
         self.by_copy_mib: dict[int, float] = {}
         self.copy_bytes = 0
@@ -145,9 +145,9 @@ class Rig:
         self.plain = None
 
 
-def measure(form: StoredForm, options: argparse.Namespace, device: torch.device) -> Record:
-    """All rounds of one stored form; the same record on every rank."""
-    rig = Rig(form, options, device)
+def measure(format: StoredFormat, options: argparse.Namespace, device: torch.device) -> Record:
+    """All rounds of one stored format; the same record on every rank."""
+    rig = Rig(format, options, device)
     watch = Watch(rig.params)
     samples: Samples = defaultdict(list)
     alone: Samples = defaultdict(list)
@@ -159,7 +159,7 @@ def measure(form: StoredForm, options: argparse.Namespace, device: torch.device)
         rig.alone(alone)
     watch.assert_trained()
     everyone, alone_of_first = gathered(dict(samples)), gathered(dict(alone))[0]
-    state_bytes = form.state_bytes(options.numel // options.tensors, options.tensors)
+    state_bytes = format.state_bytes(options.numel // options.tensors, options.tensors)
     rig.close()
     return {
         "param_numel": options.numel,
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measures and writes. Exit codes: 0 done, whatever was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", type=Path, metavar="FILE.json")
-    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--forms", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--numel", type=int, default=10**9, help="parameters of each rank; default: %(default)s")
     parser.add_argument("--tensors", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
@@ -222,9 +222,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    forms: Record = {}
+    formats: Record = {}
     for name in options.forms:
-        forms[name] = record = measure(FORMS[name], options, device)
+        formats[name] = record = measure(FORMATS[name], options, device)
         release_memory()
         for rank, one in enumerate(record["ranks"]):
             times = ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in one["median_ms"].items())
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"{name}: step fast enough {record['step_reaches_share']}, turns win {record['turns_win']}")
         if options.results is not None and dist.get_rank() == 0:
             options.results.parent.mkdir(parents=True, exist_ok=True)
-            results = {"machine": machine_facts(), "together": {"ranks": dist.get_world_size(), "forms": forms}}
+            results = {"machine": machine_facts(), "together": {"ranks": dist.get_world_size(), "forms": formats}}
             options.results.write_text(json.dumps(results, indent=1) + "\n")
     dist.barrier()
     dist.destroy_process_group()

@@ -206,13 +206,13 @@ def _add_plan(commands: Any) -> None:
         model.add_argument(f"--{name}", type=units.positive_int, metavar="N", help=_SIZE_HELP.get(name))
     model.add_argument("--tied", action="store_true", help="the output layer is the embedding")
     model.add_argument("--no-gated", action="store_true", help="MLPs of two matrices instead of SwiGLU's three")
-    forms = plan.add_argument_group("dtypes")
-    forms.add_argument("--param-dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
-    forms.add_argument(
+    formats = plan.add_argument_group("dtypes")
+    formats.add_argument("--param-dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
+    formats.add_argument(
         "--grad-dtype", choices=DTYPES, help="default: --param-dtype; Megatron's are fp32 unless it is told otherwise"
     )
-    forms.add_argument("--master", choices=MASTERS, help="default: fp32, and none for fp32 parameters")
-    forms.add_argument(
+    formats.add_argument("--master", choices=MASTERS, help="default: fp32, and none for fp32 parameters")
+    formats.add_argument(
         "--moments", choices=MOMENT_DTYPES, default="fp32", help="stored dtype of both moments; default: %(default)s"
     )
     ranks = plan.add_argument_group("ranks")

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fused_offload.checkpoint.torch_dcp import is_dummy_step, wanted_state_dict
-from fused_offload.kernels.formats import REMAINDER, Form
+from fused_offload.kernels.formats import REMAINDER, Format
 from fused_offload.model_hooks.auto_prefetch import Attachment, check_attachment
 from fused_offload.model_hooks.backward_step import BackwardSteps, refuse_scaler, stepped_params
 from fused_offload.params.dense import is_frozen
 from fused_offload.params.dtensors import is_offloaded_by_fsdp
 from fused_offload.params.tracker import check_params
-from fused_offload.rules.arguments import MASTER_FORMS, check_dtypes, check_master_dtype, check_switches
+from fused_offload.rules.arguments import MASTER_FORMATS, check_dtypes, check_master_dtype, check_switches
 from fused_offload.rules.base import MASTER_PARAM, UpdateRule
 from fused_offload.state.entry import StateEntry, StateHooks, get_unscaled, set_scaled
 from fused_offload.state.mapping import StateMapping
@@ -117,7 +117,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._forget_entries,
             self._rule().nonnegative,
         )
-        self._store = StateStore(offload, self._hooks, self._forms_of)
+        self._store = StateStore(offload, self._hooks, self._formats_of)
         self._stepper = Stepper(offload, self._hooks, self._store)
         self._steps_before_removal: dict[int, tuple[dict[str, Any], int]] = {}  # by the id of the group
         self._closed = False
@@ -156,15 +156,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if "state" in state:
             self.state = state["state"]
 
-    def _forms_of(self, param: torch.Tensor) -> dict[str, Form]:
+    def _formats_of(self, param: torch.Tensor) -> dict[str, Format]:
         entry = self.state[param] if param in self.state else None
         if entry is not None and entry.extent is not None:
-            return entry.extent.layout.forms
-        forms = dict(self._rule().formats)
+            return entry.extent.layout.formats
+        formats = dict(self._rule().formats)
         if self.master_weights:
             remainder = self.store_param_remainders and param.dtype == torch.bfloat16
-            forms[MASTER_PARAM] = REMAINDER if remainder else MASTER_FORMS[self.master_weight_dtype]
-        return forms
+            formats[MASTER_PARAM] = REMAINDER if remainder else MASTER_FORMATS[self.master_weight_dtype]
+        return formats
 
     def _all_params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -213,7 +213,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Returns:
             Shaped like the parameter, on CPU if offloaded: the live float32 tensor, the live int16 remainder, or a new
-            float32 tensor for narrower forms.
+            float32 tensor for narrower formats.
 
         Raises:
             KeyError: if there is no such state.
@@ -501,7 +501,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Returns:
             ``{"state": {index: {"exp_avg", "exp_avg_sq"[, "master_param"]}}, "param_groups": [...]}`` with unscaled
             values. Tensors of float32, bfloat16 and remainders are the live ones on CPU, which the next step changes;
-            block-scaled forms are new float32 tensors. Groups are copies, ``step`` is an int.
+            block-scaled formats are new float32 tensors. Groups are copies, ``step`` is an int.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -526,7 +526,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict; values are copied into this optimizer's storage and stored forms.
+        """Takes over a state dict; values are copied into this optimizer's storage and stored formats.
 
         Args:
             state_dict: TransformerEngine's layout (`state_dict`) or torch AdamW's (`torch_state_dict`), tensors on any
@@ -545,7 +545,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             result = pre_hook(self, state_dict)
             state_dict = state_dict if result is None else result
         self._wait_for_state()
-        plan = checkpoint.plan_load(state_dict, self.param_groups, self.state, self._rule(), self._forms_of)
+        plan = checkpoint.plan_load(state_dict, self.param_groups, self.state, self._rule(), self._formats_of)
         for message in plan.warnings:
             warnings.warn(message, stacklevel=5)  # the caller, whose decorators take three frames
         params = plan.params

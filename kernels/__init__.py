@@ -1,4 +1,4 @@
-"""Kernels of fused-offload: the fused Adam update, its stored forms and its specification.
+"""Kernels of fused-offload: the fused Adam update, its stored formats and its specification.
 
 The folder ``kernels/`` is installed as ``fused_offload.kernels``. It knows Triton and dtypes, and nothing of
 ``torch.optim``, streams or Megatron.

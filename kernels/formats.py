@@ -1,4 +1,4 @@
-"""Stored forms of optimizer state: how fp32 values lie in memory, encoded and decoded in plain torch.
+"""Stored formats of optimizer state: how fp32 values lie in memory, encoded and decoded in plain torch.
 
 ``formats.py`` holds the same conversions as Triton helpers; both give the same bits.
 """
@@ -33,7 +33,7 @@ _MASK32 = 0xFFFFFFFF
 _NEAREST = 0x80000000  # a threshold in the middle: rounds to the nearest
 
 
-class Form(NamedTuple):
+class Format(NamedTuple):
     """How one state key is stored.
 
     Attributes:
@@ -62,19 +62,19 @@ class Form(NamedTuple):
         return numel * self.element_bytes + (numel // SCALE_BLOCK * 4 if self.scaled else 0)
 
 
-FP32 = Form("fp32", torch.float32)
-BF16 = Form("bf16", torch.bfloat16)
-BF16_STOCHASTIC = Form("bf16_stochastic", torch.bfloat16, stochastic=True)
-FP16 = Form("fp16", torch.float16, scaled=True)
-FP16_NONZERO = Form("fp16", torch.float16, scaled=True, keep_nonzero=True)
-REMAINDER = Form("remainder", torch.int16)
-ROOT8 = Form("root8", torch.uint8, scaled=True, stochastic=True)
+FP32 = Format("fp32", torch.float32)
+BF16 = Format("bf16", torch.bfloat16)
+BF16_STOCHASTIC = Format("bf16_stochastic", torch.bfloat16, stochastic=True)
+FP16 = Format("fp16", torch.float16, scaled=True)
+FP16_NONZERO = Format("fp16", torch.float16, scaled=True, keep_nonzero=True)
+REMAINDER = Format("remainder", torch.int16)
+ROOT8 = Format("root8", torch.uint8, scaled=True, stochastic=True)
 """8 bits for first moments: sign and fourth root, in 127 steps up to the block's largest magnitude, which is the scale.
 
 The byte is a two's complement number ``c`` of the value ``sign(c) * (c / 127)**4 * scale``; -128 is NaN, which an
 infinity becomes too. Neighbours are 3 % apart at the largest magnitude, 10 % at a hundredth and 30 % at a
 ten-thousandth of it."""
-LOG8 = Form("log8", torch.uint8, scaled=True, keep_nonzero=True, stochastic=True)
+LOG8 = Format("log8", torch.uint8, scaled=True, keep_nonzero=True, stochastic=True)
 """8 bits for second moments: a window of 253 numbers of a floating point grid with 3 to 7 bits of mantissa.
 
 The grid is that of float32 numbers whose lowest ``shift`` bits are zero. Each block takes the finest shift of 20 to 16
@@ -88,12 +88,12 @@ class Stored(NamedTuple):
     """A run of stored elements.
 
     Attributes:
-        form: how the elements are stored.
-        data: ``[numel]`` of ``form.dtype``, contiguous.
-        scale: ``[ceil(numel / SCALE_BLOCK)]`` float32 if ``form.scaled``, else None.
+        format: how the elements are stored.
+        data: ``[numel]`` of ``format.dtype``, contiguous.
+        scale: ``[ceil(numel / SCALE_BLOCK)]`` float32 if ``format.scaled``, else None.
     """
 
-    form: Form
+    format: Format
     data: torch.Tensor
     scale: torch.Tensor | None = None
 
@@ -103,7 +103,7 @@ class Stored(NamedTuple):
         if scale is not None:
             first = start // SCALE_BLOCK
             scale = scale[first : first + -(-numel // SCALE_BLOCK)]
-        return Stored(self.form, self.data[start : start + numel], scale)
+        return Stored(self.format, self.data[start : start + numel], scale)
 
 
 class Rounding(NamedTuple):
@@ -239,13 +239,15 @@ def _encode_log8(rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[to
     return code.to(torch.uint8), ((below << shift) | shift).view(torch.float32).flatten()
 
 
-def _encode_rows(form: Form, rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[torch.Tensor, torch.Tensor]:
+def _encode_rows(
+    format: Format, rows: torch.Tensor, thresholds: torch.Tensor | int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Elements and scales of ``[blocks, elements]`` values."""
-    if form.name == "root8":
+    if format.name == "root8":
         return _encode_root8(rows, thresholds)
-    if form.name == "log8":
+    if format.name == "log8":
         return _encode_log8(rows, thresholds)
-    return _encode_fp16(rows, form.keep_nonzero)
+    return _encode_fp16(rows, format.keep_nonzero)
 
 
 def _encode_scaled_(stored: Stored, values: torch.Tensor, thresholds: torch.Tensor | None) -> None:
@@ -258,7 +260,7 @@ def _encode_scaled_(stored: Stored, values: torch.Tensor, thresholds: torch.Tens
             continue
         shape = (-1, min(SCALE_BLOCK, stop - start))
         taken: torch.Tensor | int = _NEAREST if thresholds is None else thresholds[start:stop].view(shape)
-        elements, scale = _encode_rows(stored.form, values[start:stop].view(shape), taken)
+        elements, scale = _encode_rows(stored.format, values[start:stop].view(shape), taken)
         stored.data[start:stop].copy_(elements.view(-1))
         stored.scale[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)].copy_(scale)
 
@@ -274,14 +276,14 @@ def encode_(stored: Stored, values: torch.Tensor, thresholds: torch.Tensor | Non
     Args:
         stored: destination, updated in place. Not a remainder: those need the parameter too (`split_remainder_`).
         values: ``[numel]`` float32 on the same device.
-        thresholds: ``[numel]`` int64 for stochastic forms, see `rounding_thresholds`. Without, and in other forms,
-            values are rounded to the nearest. Values that the form can represent are never changed.
+        thresholds: ``[numel]`` int64 for stochastic formats, see `rounding_thresholds`. Without, and in other formats,
+            values are rounded to the nearest. Values that the format can represent are never changed.
     """
-    if stored.form.name == "remainder":
+    if stored.format.name == "remainder":
         raise TypeError("a remainder is written together with its parameter; use split_remainder_")
-    if stored.form.scaled:
+    if stored.format.scaled:
         _encode_scaled_(stored, values, thresholds)
-    elif thresholds is not None and stored.form.stochastic:
+    elif thresholds is not None and stored.format.stochastic:
         stored.data.copy_(_round_to_bf16(values, thresholds))
     else:
         stored.data.copy_(values)
@@ -312,14 +314,14 @@ def decode(stored: Stored, out: torch.Tensor | None = None) -> torch.Tensor:
     Returns:
         ``[numel]`` float32.
     """
-    if stored.form.name == "remainder":
+    if stored.format.name == "remainder":
         raise TypeError("a remainder is read together with its parameter; use join_remainder")
     out = torch.empty(stored.data.shape, dtype=torch.float32, device=stored.data.device) if out is None else out
-    if stored.form.name == "log8":
+    if stored.format.name == "log8":
         assert stored.scale is not None
         scale = stored.scale.repeat_interleave(SCALE_BLOCK)[: out.numel()]
         return out.copy_(_decode_log8(stored.data, scale))
-    out.copy_(_decode_root8(stored.data) if stored.form.name == "root8" else stored.data)
+    out.copy_(_decode_root8(stored.data) if stored.format.name == "root8" else stored.data)
     if stored.scale is not None:
         whole = out.numel() // SCALE_BLOCK * SCALE_BLOCK
         blocks = whole // SCALE_BLOCK

@@ -1,4 +1,4 @@
-"""Loads and stores of each stored form as Triton helpers; ``forms.py`` says what the forms are.
+"""Loads and stores of each stored format as Triton helpers; ``formats.py`` specifies them.
 
 bf16 is handled as int16 bits and rounded with integer arithmetic everywhere, so that the same code gives the same bits
 on every GPU and in Triton's interpreter (which truncates a plain float32 -> bfloat16 conversion).
@@ -31,7 +31,7 @@ def join_remainder(param_bits, remainder):
 
 @triton.jit
 def split_remainder(master):
-    """Int16 bf16 bits and int16 remainder of a float32 master; `forms.split_remainder_` is the specification."""
+    """Int16 bf16 bits and int16 remainder of a float32 master; `formats.split_remainder_` is the specification."""
     bits = tl.where(master != master, 0x7FC00000, master.to(tl.int32, bitcast=True))
     remainder = bits.to(tl.int16)
     return ((bits >> 16) + (remainder < 0).to(tl.int32)).to(tl.int16), remainder
@@ -56,21 +56,21 @@ def store_raw(ptr, offsets, values, mask, MASKED: tl.constexpr):
 
 
 @triton.jit
-def load_fp32(ptr, offsets, mask, FORM: tl.constexpr, MASKED: tl.constexpr):
+def load_fp32(ptr, offsets, mask, FORMAT: tl.constexpr, MASKED: tl.constexpr):
     """Unscaled elements of a dtype (``"fp32"``, ``"bf16"`` as int16, ``"fp16"``) as float32, exactly."""
     raw = load_raw(ptr, offsets, mask, MASKED)
-    if FORM == "bf16":
+    if FORMAT == "bf16":
         return bf16_to_fp32(raw)
     else:
         return raw.to(tl.float32)
 
 
 @triton.jit
-def store_fp32(ptr, offsets, values, mask, FORM: tl.constexpr, MASKED: tl.constexpr):
+def store_fp32(ptr, offsets, values, mask, FORMAT: tl.constexpr, MASKED: tl.constexpr):
     """Float32 values rounded to the nearest even of a dtype."""
-    if FORM == "bf16":
+    if FORMAT == "bf16":
         store_raw(ptr, offsets, fp32_to_bf16(values), mask, MASKED)
-    elif FORM == "fp16":
+    elif FORMAT == "fp16":
         store_raw(ptr, offsets, values.to(tl.float16), mask, MASKED)
     else:
         store_raw(ptr, offsets, values, mask, MASKED)
@@ -87,7 +87,7 @@ def _mix(bits):
 
 @triton.jit
 def rounding_thresholds(counter, lane, seed, step):
-    """Thresholds of the first and of the second moment, uint32; `forms.rounding_thresholds` is the specification.
+    """Thresholds of the first and of the second moment, uint32; `formats.rounding_thresholds` is the specification.
 
     ``counter`` is that of lane 0, int64; ``seed`` and ``step`` are not negative and below 2^31.
     """
@@ -191,30 +191,30 @@ def _store_log8(rows, exists, threshold):
 
 @triton.jit
 def load_state(
-    ptr, scale_ptr, start, numel, offsets, mask, FORM: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
+    ptr, scale_ptr, start, numel, offsets, mask, FORMAT: tl.constexpr, MASKED: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Stored state as float32, exactly.
 
     ``offsets`` are ``start + arange(BLOCK)``, ``start`` is a multiple of the scale block, ``mask`` is true for the
     first ``numel`` of them.
     """
-    if (FORM == "fp16" or FORM == "root8") or FORM == "log8":
+    if (FORMAT == "fp16" or FORMAT == "root8") or FORMAT == "log8":
         rows: tl.constexpr = BLOCK // 128
         row = tl.arange(0, rows)
         # Scales past the last element belong to another segment or to nobody.
         scale = tl.load(scale_ptr + start // 128 + row, mask=row * 128 < numel, other=0.0)
         raw = tl.reshape(load_raw(ptr, offsets, mask, MASKED), (rows, 128))
-        if FORM == "log8":
+        if FORMAT == "log8":
             values = _load_log8(raw, tl.broadcast_to(scale.to(tl.int32, bitcast=True)[:, None], (rows, 128)))
-        elif FORM == "root8":
+        elif FORMAT == "root8":
             values = _load_root8(raw) * scale[:, None]
         else:
             values = raw.to(tl.float32) * scale[:, None]
         return tl.reshape(values, (BLOCK,))
-    elif FORM == "bf16_stochastic":
+    elif FORMAT == "bf16_stochastic":
         return load_fp32(ptr, offsets, mask, "bf16", MASKED)
     else:
-        return load_fp32(ptr, offsets, mask, FORM, MASKED)
+        return load_fp32(ptr, offsets, mask, FORMAT, MASKED)
 
 
 @triton.jit
@@ -227,16 +227,16 @@ def store_state(
     values,
     threshold,
     mask,
-    FORM: tl.constexpr,
+    FORMAT: tl.constexpr,
     KEEP_NONZERO: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Float32 values in their stored form; `forms.encode_` is the specification.
+    """Float32 values in their stored format; `formats.encode_` is the specification.
 
-    ``threshold`` is uint32 where the form is stochastic and unused otherwise.
+    ``threshold`` is uint32 where the format is stochastic and unused otherwise.
     """
-    if FORM == "fp16":
+    if FORMAT == "fp16":
         rows: tl.constexpr = BLOCK // 128
         magnitude = tl.abs(values)
         # Padding, infinities and NaNs have no say in the scale of their neighbours.
@@ -254,12 +254,12 @@ def store_state(
         store_raw(ptr, offsets, quotient, mask, MASKED)
         row = tl.arange(0, rows)
         tl.store(scale_ptr + start // 128 + row, scale, mask=row * 128 < numel)
-    elif FORM == "root8" or FORM == "log8":
+    elif FORMAT == "root8" or FORMAT == "log8":
         blocks: tl.constexpr = BLOCK // 128
         shaped = tl.reshape(values, (blocks, 128))
         exists = tl.reshape(mask, (blocks, 128))
         thresholds = tl.reshape(threshold, (blocks, 128))
-        if FORM == "root8":
+        if FORMAT == "root8":
             elements, block_scale = _store_root8(shaped, exists, thresholds)
         else:
             elements, scale_bits = _store_log8(shaped, exists, thresholds)
@@ -267,7 +267,7 @@ def store_state(
         store_raw(ptr, offsets, tl.reshape(elements, (BLOCK,)), mask, MASKED)
         block = tl.arange(0, blocks)
         tl.store(scale_ptr + start // 128 + block, block_scale, mask=block * 128 < numel)
-    elif FORM == "bf16_stochastic":
+    elif FORMAT == "bf16_stochastic":
         store_raw(ptr, offsets, _fp32_to_bf16_stochastic(values, threshold), mask, MASKED)
     else:
-        store_fp32(ptr, offsets, values, mask, FORM, MASKED)
+        store_fp32(ptr, offsets, values, mask, FORMAT, MASKED)

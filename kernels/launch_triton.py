@@ -20,13 +20,13 @@ def piece_of_program(table_ptr, rows, pid):
 
 
 @triton.jit
-def typed_pointer(address, FORM: tl.constexpr, ALIGNED: tl.constexpr):
+def typed_pointer(address, FORMAT: tl.constexpr, ALIGNED: tl.constexpr):
     """An address in bytes as a pointer to elements; bfloat16 as its bits."""
     if ALIGNED:
         address = tl.multiple_of(address, 16)
-    if FORM == "bf16":
+    if FORMAT == "bf16":
         return address.to(tl.pointer_type(tl.int16))
-    elif FORM == "fp16":
+    elif FORMAT == "fp16":
         return address.to(tl.pointer_type(tl.float16))
     else:
         return address.to(tl.pointer_type(tl.float32))

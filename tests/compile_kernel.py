@@ -2,7 +2,7 @@
 
 ``python tests/compile_kernel.py EXP_AVG EXP_AVG_SQ MASTER [--target 80 90 100 120]``
 
-The interpreter runs Python, and takes much that Triton's compiler does not. Arguments are names of forms,
+The interpreter runs Python, and takes much that Triton's compiler does not. Arguments are names of formats,
 and compute capabilities without their point; by default Hopper's.
 """
 
@@ -18,7 +18,7 @@ from triton.compiler import ASTSource
 from fused_offload.kernels import formats
 from fused_offload.kernels.adam import launch as adam
 from fused_offload.kernels.adam.reference import AdamState, adam_scalars
-from fused_offload.kernels.formats import SCALE_BLOCK, Form, Stored
+from fused_offload.kernels.formats import SCALE_BLOCK, Format, Stored
 from fused_offload.kernels.launch import TABLE_COLUMNS, LaunchKind, ScalerSignals
 
 TYPES = {
@@ -39,12 +39,18 @@ def type_of(value: object) -> str:
 
 
 def compile_step(
-    exp_avg: Form, exp_avg_sq: Form, master: Form, *, amp: ScalerSignals, max_programs: int | None, target: int = HOPPER
+    exp_avg: Format,
+    exp_avg_sq: Format,
+    master: Format,
+    *,
+    amp: ScalerSignals,
+    max_programs: int | None,
+    target: int = HOPPER,
 ) -> str:
     """PTX of one step of bfloat16 parameters."""
 
-    def stored(form: Form) -> Stored:
-        return Stored(form, torch.empty(SCALE_BLOCK, dtype=form.dtype), torch.empty(1) if form.scaled else None)
+    def stored(format: Format) -> Stored:
+        return Stored(format, torch.empty(SCALE_BLOCK, dtype=format.dtype), torch.empty(1) if format.scaled else None)
 
     scalars = adam_scalars(
         lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=1, bias_corrected=True, adam_w_mode=True
@@ -66,7 +72,7 @@ def compile_step(
 
 
 def main() -> None:
-    by_name = {form.name: form for form in vars(formats).values() if isinstance(form, Form)}
+    by_name = {format.name: format for format in vars(formats).values() if isinstance(format, Format)}
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("exp_avg", "exp_avg_sq", "master"):
         parser.add_argument(name, type=by_name.__getitem__)
@@ -74,10 +80,10 @@ def main() -> None:
     options = parser.parse_args()
     one = torch.ones(1)
     skipping = ScalerSignals(one, one, torch.ones(1, dtype=torch.int64), torch.ones(1, 2))
-    forms_of = options.exp_avg, options.exp_avg_sq, options.master
+    formats_of = options.exp_avg, options.exp_avg_sq, options.master
     for target in options.target:
         for amp, max_programs in ((ScalerSignals(), None), (skipping, 32)):
-            ptx = compile_step(*forms_of, amp=amp, max_programs=max_programs, target=target)
+            ptx = compile_step(*formats_of, amp=amp, max_programs=max_programs, target=target)
             assert "st.global" in ptx
             assert f".target sm_{target}" in ptx
             print(f"sm_{target}:", len(ptx.splitlines()), "lines of PTX")

@@ -44,7 +44,7 @@ WIDTH, TOKENS = (512, 1000) if DEVICE == "cuda" else (32, 50)
 
 OFFLOADED = OffloadConfig(chunk_bytes=2**20)  # tens of chunks a step
 RESIDENT = OffloadConfig(fraction=0.0)
-FORMS: dict[str, dict[str, Any]] = {
+FORMATS: dict[str, dict[str, Any]] = {
     "plain": {},
     "remainders": {
         "master_weights": True,
@@ -60,13 +60,13 @@ def scenario(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-def build(offload: OffloadConfig, forms: str = "remainders", **options: Any) -> tuple[Any, FusedOffloadAdam]:
+def build(offload: OffloadConfig, formats: str = "remainders", **options: Any) -> tuple[Any, FusedOffloadAdam]:
     torch.manual_seed(0)
-    model: Any = GPT(WIDTH, TOKENS).to(DEVICE, torch.float32 if forms == "plain" else torch.bfloat16)
+    model: Any = GPT(WIDTH, TOKENS).to(DEVICE, torch.float32 if formats == "plain" else torch.bfloat16)
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
-    return model, FusedOffloadAdam(model.parameters(), lr=1e-3, weight_decay=0.1, offload=offload, **FORMS[forms])
+    return model, FusedOffloadAdam(model.parameters(), lr=1e-3, weight_decay=0.1, offload=offload, **FORMATS[formats])
 
 
 def train(
@@ -97,10 +97,10 @@ def same_training(one: Any, a: FusedOffloadAdam, other: Any, b: FusedOffloadAdam
 
 @scenario
 def streams_the_bits_of_the_resident_run() -> None:
-    for forms in FORMS:
+    for formats in FORMATS:
         runs = []
         for offload in (OFFLOADED, RESIDENT):
-            model, optimizer = build(offload, forms)
+            model, optimizer = build(offload, formats)
             train(model, optimizer, range(STEPS))
             runs += [model, optimizer]
         same_training(*runs)

@@ -157,7 +157,7 @@ def same_training(one: Any, a: FusedOffloadAdam, other: Any, b: FusedOffloadAdam
     assert [group.get("step") for group in a.param_groups] == [group.get("step") for group in b.param_groups]
 
 
-FORMS: dict[str, Settings] = {
+FORMATS: dict[str, Settings] = {
     "plain": {},
     "masters": {"master_weights": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float16},
     "remainders": {"master_weights": True, "store_param_remainders": True},
@@ -169,12 +169,12 @@ FORMS: dict[str, Settings] = {
 
 @scenario
 def equals_the_resident_run() -> None:
-    for name, forms in FORMS.items():
+    for name, formats in FORMATS.items():
         dtype = torch.float32 if name == "plain" else torch.bfloat16
         runs = []
         for offload in (OffloadConfig(chunk_bytes=3000), OffloadConfig(fraction=0.0)):
             model = gpt(dtype=dtype)
-            optimizer = adam(model, offload=offload, **forms)
+            optimizer = adam(model, offload=offload, **formats)
             train(model, optimizer, range(5), clip=0.5)
             runs += [model, optimizer]
         same_training(*runs)
@@ -546,12 +546,12 @@ def load(path: Path, model: Any, optimizer: FusedOffloadAdam) -> None:
 
 @scenario
 def dcp_round_trips() -> None:
-    for name, forms in FORMS.items():
+    for name, formats in FORMATS.items():
         dtype = torch.float32 if name == "plain" else torch.bfloat16
         model = gpt(dtype=dtype)
-        optimizer = adam(model, **forms)
+        optimizer = adam(model, **formats)
         train(model, optimizer, range(3))
-        other, new = round_trip(name, model, optimizer, gpt(seed=99, dtype=dtype), **(forms or {"eps": 1e-8}))
+        other, new = round_trip(name, model, optimizer, gpt(seed=99, dtype=dtype), **(formats or {"eps": 1e-8}))
         train(model, optimizer, range(3, 5))
         train(other, new, range(3, 5))
         same_training(model, optimizer, other, new)
@@ -559,10 +559,10 @@ def dcp_round_trips() -> None:
 
 @scenario
 def a_new_optimizer_is_not_stepped_by_saving() -> None:
-    for forms in FORMS.values():
-        model = gpt(dtype=torch.float32 if not forms else torch.bfloat16)
+    for formats in FORMATS.values():
+        model = gpt(dtype=torch.float32 if not formats else torch.bfloat16)
         before = [local(param).clone() for param in model.parameters()]
-        optimizer = adam(model, **forms)
+        optimizer = adam(model, **formats)
         saved = get_optimizer_state_dict(model, optimizer)
         assert len(saved["state"]) == len(before)
         for param, values in zip(model.parameters(), before, strict=True):
@@ -573,7 +573,7 @@ def a_new_optimizer_is_not_stepped_by_saving() -> None:
         assert optimizer.param_groups[0]["lr"] == HYPER["lr"]
         set_optimizer_state_dict(model, optimizer, saved)
         other = gpt(dtype=before[0].dtype)
-        reference = adam(other, **forms)
+        reference = adam(other, **formats)
         train(model, optimizer, range(2))
         train(other, reference, range(2))
         same_training(model, optimizer, other, reference)
@@ -589,17 +589,17 @@ def a_new_optimizer_is_not_stepped_by_saving() -> None:
 @scenario
 def every_kind_of_state_dict() -> None:
     eight_bit = {"exp_avg_dtype": torch.uint8, "exp_avg_sq_dtype": torch.uint8}
-    for dtype, forms in (
+    for dtype, formats in (
         (torch.float32, {"master_weights": True}),
-        (torch.bfloat16, FORMS["remainders"]),
-        (torch.bfloat16, FORMS["masters"]),
+        (torch.bfloat16, FORMATS["remainders"]),
+        (torch.bfloat16, FORMATS["masters"]),
         (torch.float32, eight_bit),
     ):
-        every_kind(gpt(dtype=dtype), forms)
+        every_kind(gpt(dtype=dtype), formats)
 
 
-def every_kind(model: GPT, forms: Settings) -> None:
-    optimizer = adam(model, **forms)
+def every_kind(model: GPT, formats: Settings) -> None:
+    optimizer = adam(model, **formats)
     train(model, optimizer, range(3))
     # torch cannot load full ones that are flat, of any optimizer.
     kinds = ((False, False, False), (False, True, True), (True, False, False), (True, True, False))
@@ -620,7 +620,7 @@ def every_kind(model: GPT, forms: Settings) -> None:
             broadcast_from_rank0=option.full_state_dict and option.cpu_offload,
             flatten_optimizer_state_dict=option.flatten_optimizer_state_dict,
         )
-        other, new = fresh(model, **forms)
+        other, new = fresh(model, **formats)
         set_model_state_dict(other, get_model_state_dict(model))
         set_optimizer_state_dict(other, new, saved, options=loaded)
         same_training(model, optimizer, other, new)
@@ -651,13 +651,13 @@ def full_state_dicts_are_loaded_through_host_memory() -> None:
 @scenario
 def checkpoints_of_torch_adamw_and_back() -> None:
     partly = dcp.DefaultLoadPlanner(allow_partial_load=True)  # its groups have no bias_correction
-    for dtype, forms in (
+    for dtype, formats in (
         (torch.float32, {}),
-        (torch.bfloat16, FORMS["masters"]),
-        (torch.bfloat16, FORMS["remainders"]),
+        (torch.bfloat16, FORMATS["masters"]),
+        (torch.bfloat16, FORMATS["remainders"]),
     ):
         theirs, ours = gpt(dtype=dtype), gpt(seed=99, dtype=dtype)
-        reference, optimizer = torch.optim.AdamW(theirs.parameters(), **HYPER), adam(ours, **forms)
+        reference, optimizer = torch.optim.AdamW(theirs.parameters(), **HYPER), adam(ours, **formats)
         train(theirs, reference, range(3))
         path = FOLDER / f"adamw-{dtype}-{optimizer.store_param_remainders}-{dist.get_world_size()}"
         saved = {"model": get_model_state_dict(theirs), "optimizer": get_optimizer_state_dict(theirs, reference)}
@@ -672,7 +672,7 @@ def checkpoints_of_torch_adamw_and_back() -> None:
             for key in ("exp_avg", "exp_avg_sq"):
                 value = local(optimizer.get_unscaled_state(q, key))
                 torch.testing.assert_close(value, local(reference.state[p][key]).float(), rtol=1e-2, atol=1e-6)
-            if forms:  # not what it was before the parameters were loaded
+            if formats:  # not what it was before the parameters were loaded
                 assert_master_is_param(optimizer, q)
         train(ours, optimizer, range(3, 4))
         assert optimizer.param_groups[0]["step"] == 4
@@ -727,7 +727,7 @@ def asynchronous_saves_are_not_torn() -> None:
 @scenario
 def packing_does_not_communicate() -> None:
     model = gpt()
-    optimizer = adam(model, **FORMS["masters"])
+    optimizer = adam(model, **FORMATS["masters"])
     with alone():
         saved = optimizer.state_dict()
         optimizer.load_state_dict(saved)
@@ -855,7 +855,7 @@ def mixed_precision() -> None:
         runs = []
         for offload in (OffloadConfig(), OffloadConfig(fraction=0.0)):
             model = gpt(dtype=dtype, mp_policy=policy)
-            optimizer = adam(model, offload=offload, **(FORMS["remainders"] if dtype == torch.bfloat16 else {}))
+            optimizer = adam(model, offload=offload, **(FORMATS["remainders"] if dtype == torch.bfloat16 else {}))
             train(model, optimizer, range(3), clip=1.0)
             assert local(model.embed.weight).dtype == dtype
             runs += [model, optimizer]

@@ -8,7 +8,7 @@ import torch
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 
-FORMS: dict[str, dict[str, Any]] = {
+FORMATS: dict[str, dict[str, Any]] = {
     "fp32": {"master_weights": True},
     "remainder": {"master_weights": True, "store_param_remainders": True},
     "remainder_bf16": {
@@ -62,16 +62,16 @@ def outcome(params: list[torch.nn.Parameter], optimizer: FusedOffloadAdam) -> Ou
     return Outcome([p.detach().cpu().clone() for p in params], state, [g["step"] for g in saved["param_groups"]])
 
 
-def build(forms: str, config: OffloadConfig, sizes: Any = SIZES) -> tuple[list[torch.nn.Parameter], FusedOffloadAdam]:
+def build(formats: str, config: OffloadConfig, sizes: Any = SIZES) -> tuple[list[torch.nn.Parameter], FusedOffloadAdam]:
     """Parameters in two groups, and their optimizer."""
     params = make_params(sizes)
     groups: list[dict[str, Any]] = [{"params": params[:3]}, {"params": params[3:], "lr": 3e-3, "weight_decay": 0.0}]
-    return params, FusedOffloadAdam(groups, lr=1e-3, weight_decay=0.1, offload=config, **FORMS[forms])
+    return params, FusedOffloadAdam(groups, lr=1e-3, weight_decay=0.1, offload=config, **FORMATS[formats])
 
 
-def train(forms: str, config: OffloadConfig, *, steps: int = 20, sizes: Any = SIZES) -> Outcome:
+def train(formats: str, config: OffloadConfig, *, steps: int = 20, sizes: Any = SIZES) -> Outcome:
     """Trains; slots are filled with NaN before every fourth step."""
-    params, optimizer = build(forms, config, sizes)
+    params, optimizer = build(formats, config, sizes)
     for step in range(steps):
         set_grads(params, step)
         if step % 4 == 1:

@@ -21,7 +21,7 @@ from fused_offload.kernels.formats import (
     LOG8,
     REMAINDER,
     ROOT8,
-    Form,
+    Format,
     Stored,
     decode,
     encode_,
@@ -223,13 +223,13 @@ def step64(
 
 # -- an independent oracle: whole parameters, one state each, no chunks ------------------------------------------
 
-MASTER_FORMS: dict[str, Form | None] = {"none": None, "fp32": FP32, "fp16": FP16, "remainder": REMAINDER}
-EXP_AVG_FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16, torch.uint8: ROOT8}
-EXP_AVG_SQ_FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16_NONZERO, torch.uint8: LOG8}
+MASTER_FORMATS: dict[str, Format | None] = {"none": None, "fp32": FP32, "fp16": FP16, "remainder": REMAINDER}
+EXP_AVG_FORMATS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16, torch.uint8: ROOT8}
+EXP_AVG_SQ_FORMATS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16_NONZERO, torch.uint8: LOG8}
 
 
-class FormsCase(NamedTuple):
-    """Stored forms as tests choose them; ``master`` is a key of `MASTER_FORMS`."""
+class FormatsCase(NamedTuple):
+    """Stored formats as tests choose them; ``master`` is a key of `MASTER_FORMATS`."""
 
     exp_avg: torch.dtype = torch.float32
     exp_avg_sq: torch.dtype = torch.float32
@@ -245,15 +245,15 @@ class FormsCase(NamedTuple):
             "store_param_remainders": self.master == "remainder",
         }
 
-    def master_form(self, param_dtype: torch.dtype) -> Form | None:
+    def master_format(self, param_dtype: torch.dtype) -> Format | None:
         if self.master == "remainder" and param_dtype != torch.bfloat16:
             return FP32  # only bfloat16 parameters are the high half of their master
-        return MASTER_FORMS[self.master]
+        return MASTER_FORMATS[self.master]
 
 
-def _empty_stored(form: Form, numel: int) -> Stored:
-    scale = torch.zeros(-(-numel // 128)) if form.scaled else None
-    return Stored(form, torch.zeros(numel, dtype=form.dtype), scale)
+def _empty_stored(format: Format, numel: int) -> Stored:
+    scale = torch.zeros(-(-numel // 128)) if format.scaled else None
+    return Stored(format, torch.zeros(numel, dtype=format.dtype), scale)
 
 
 def in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -265,15 +265,15 @@ def in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 class Oracle:
     """One parameter and its state on the CPU; every step is one call of the reference on all of it."""
 
-    def __init__(self, param: torch.Tensor, forms: FormsCase, number: int = 0) -> None:
+    def __init__(self, param: torch.Tensor, formats: FormatsCase, number: int = 0) -> None:
         """``number`` counts the optimizer's parameters: with 8-bit moments random numbers depend on it."""
         self.param = in_memory_order(param, param).clone()
         self.counter = rounding_counter(number, 0)
-        master = forms.master_form(param.dtype)
+        master = formats.master_format(param.dtype)
         numel = self.param.numel()
         self.state = AdamState(
-            _empty_stored(EXP_AVG_FORMS[forms.exp_avg], numel),
-            _empty_stored(EXP_AVG_SQ_FORMS[forms.exp_avg_sq], numel),
+            _empty_stored(EXP_AVG_FORMATS[formats.exp_avg], numel),
+            _empty_stored(EXP_AVG_SQ_FORMATS[formats.exp_avg_sq], numel),
             None if master is None else _empty_stored(master, numel),
             init_moments=True,
             init_master=True,
@@ -304,15 +304,15 @@ class Oracle:
         self.state = self.state._replace(init_moments=False, init_master=False)
 
     def save_and_load(self) -> None:
-        """What a checkpoint does to state: values leave their stored form as float32 and come back.
+        """What a checkpoint does to state: values leave their stored format as float32 and come back.
 
         A master that no step has written yet is saved as the parameter, and is the master from then on.
         """
         master = self.state.master_param
-        if self.state.init_master and master is not None and master.form is not REMAINDER:
+        if self.state.init_master and master is not None and master.format is not REMAINDER:
             encode_(master, self.param.float())
         for stored in self.state[:3]:
-            if stored is not None and stored.form.scaled:
+            if stored is not None and stored.format.scaled:
                 encode_(stored, decode(stored))
         self.state = self.state._replace(init_moments=False, init_master=False)
 

@@ -42,10 +42,10 @@ def give_grads(params: list[nn.Parameter], step: int, *, scale: float = SCALE, b
         params[-1].grad[2] = bad
 
 
-def oracle_steps(device: str, options: dict[str, Any], steps: list[int], forms: helpers.FormsCase) -> list[Oracle]:
+def oracle_steps(device: str, options: dict[str, Any], steps: list[int], formats: helpers.FormatsCase) -> list[Oracle]:
     """What parameters and state are after these steps, with gradients that were never scaled."""
     optimizer, params = make(device, **options)
-    oracles = [Oracle(param, forms) for param in params]
+    oracles = [Oracle(param, formats) for param in params]
     for number, step in enumerate(steps, start=1):
         give_grads(params, step, scale=1.0)
         for oracle, param in zip(oracles, params, strict=True):
@@ -81,7 +81,7 @@ def test_skipped_step_changes_nothing_and_is_not_counted(device: str, bad: float
     assert scaler.get_scale() == SCALE / 2
     optimizer.synchronize()
     assert optimizer.param_groups[0]["step"] == 1
-    for oracle, param in zip(oracle_steps(device, {}, [1], helpers.FormsCase()), params, strict=True):
+    for oracle, param in zip(oracle_steps(device, {}, [1], helpers.FormatsCase()), params, strict=True):
         oracle.check(optimizer, param, "after one clean step:")
 
 
@@ -89,8 +89,8 @@ def test_skipped_step_changes_nothing_and_is_not_counted(device: str, bad: float
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_third_of_six_steps_is_bad(device: str, dtype: torch.dtype, master: str) -> None:
     """Five steps are counted and the result is that of a run that never saw the third."""
-    forms = helpers.FormsCase(master=master)
-    options = {"dtype": dtype, **forms.arguments()}
+    formats = helpers.FormatsCase(master=master)
+    options = {"dtype": dtype, **formats.arguments()}
     optimizer, params = make(device, offload=OffloadConfig(chunk_bytes=1), **options)
     found_inf = torch.zeros((), device=device)
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(SCALE, device=device), found_inf
@@ -104,7 +104,7 @@ def test_third_of_six_steps_is_bad(device: str, dtype: torch.dtype, master: str)
                 optimizer.step()
     optimizer.synchronize()
     assert optimizer.param_groups[0]["step"] == 5
-    for oracle, param in zip(oracle_steps(device, options, [1, 2, 4, 5, 6], forms), params, strict=True):
+    for oracle, param in zip(oracle_steps(device, options, [1, 2, 4, 5, 6], formats), params, strict=True):
         oracle.check(optimizer, param, "after five clean steps:")
 
 
@@ -114,7 +114,7 @@ def test_gradients_are_unscaled_but_never_written(device: str) -> None:
     give_grads(params, 1)
     with unchanged_values([param.grad for param in params]):
         scaler.step(optimizer)
-    oracles = oracle_steps(device, {}, [1], helpers.FormsCase())
+    oracles = oracle_steps(device, {}, [1], helpers.FormatsCase())
     for oracle, param in zip(oracles, params, strict=True):
         oracle.check(optimizer, param, "with a scaler:")
 
@@ -123,7 +123,7 @@ def test_gradients_are_unscaled_but_never_written(device: str) -> None:
 def test_scale_divides_in_fp32(device: str, scale: float) -> None:
     """Also scales that are no powers of two: the gradient is divided, not multiplied by a rounded reciprocal."""
     optimizer, params = make(device)
-    oracles = [Oracle(param, helpers.FormsCase()) for param in params]
+    oracles = [Oracle(param, helpers.FormatsCase()) for param in params]
     give_grads(params, 1, scale=scale)
     optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale, device=device), torch.zeros((), device=device)
     optimizer.step()
@@ -173,7 +173,7 @@ def test_scaler_as_argument(device: str, unscaled: bool) -> None:
     assert scaler.get_scale() == SCALE / 2
     optimizer.synchronize()
     assert optimizer.param_groups[0]["step"] == 3
-    for oracle, param in zip(oracle_steps(device, {}, [1, 3, 4], helpers.FormsCase()), params, strict=True):
+    for oracle, param in zip(oracle_steps(device, {}, [1, 3, 4], helpers.FormatsCase()), params, strict=True):
         oracle.check(optimizer, param, "after three clean steps:")
 
 
@@ -187,7 +187,7 @@ def test_disabled_scaler(device: str, as_argument: bool) -> None:
     else:
         scaler.step(optimizer)
     scaler.update()
-    for oracle, param in zip(oracle_steps(device, {}, [1], helpers.FormsCase()), params, strict=True):
+    for oracle, param in zip(oracle_steps(device, {}, [1], helpers.FormatsCase()), params, strict=True):
         oracle.check(optimizer, param, "without scaling:")
 
 
@@ -221,7 +221,7 @@ def test_optimizer_without_gradients(device: str, as_argument: bool) -> None:
             scaler.step(idle)
     scaler.step(busy)
     scaler.update()
-    for oracle, param in zip(oracle_steps(device, {}, [1], helpers.FormsCase()), busy_params, strict=True):
+    for oracle, param in zip(oracle_steps(device, {}, [1], helpers.FormatsCase()), busy_params, strict=True):
         oracle.check(busy, param, "the busy one:")
 
 

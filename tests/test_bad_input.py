@@ -630,7 +630,7 @@ def test_gradient_beside_its_param(device: str) -> None:
     param = buffer[:300].requires_grad_()
     optimizer = FusedOffloadAdam([param], use_decoupled_grad=True)
     for grad in (buffer[300:], param.detach()[:1].expand(300)):
-        oracle = helpers.Oracle(param, helpers.FormsCase())
+        oracle = helpers.Oracle(param, helpers.FormatsCase())
         optimizer.state.pop(param, None)
         optimizer.param_groups[0]["step"] = 0
         param.decoupled_grad = grad

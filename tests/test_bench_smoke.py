@@ -253,7 +253,7 @@ def test_what_a_peer_keeps_is_no_memory_of_the_next_case(tmp_path: Path, monkeyp
     assert all(param.grad is None for param in kept)
 
 
-def test_losses_by_form_run_tiny_and_go_on_where_they_ended(
+def test_losses_by_format_run_tiny_and_go_on_where_they_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "bench")
@@ -304,8 +304,8 @@ def test_losses_over_seeds_are_shown_with_their_signs(monkeypatch: pytest.Monkey
     table = importlib.import_module("quality_table")
     losses = {("fp32", 0): 2.0, ("fp32", 1): 2.02, ("uint8", 0): 2.01, ("uint8", 1): 2.0098}
     runs = [
-        {"form": form, "seed": seed, "beta2": 0.95, "eps": 1e-8, "size": {}, "state_bytes": 4.0, "held_out": loss}
-        for (form, seed), loss in losses.items()
+        {"form": format, "seed": seed, "beta2": 0.95, "eps": 1e-8, "size": {}, "state_bytes": 4.0, "held_out": loss}
+        for (format, seed), loss in losses.items()
     ]
     # A run that differs in anything else is compared with no other.
     runs.append({**runs[0], "form": "bf16", "size": {"steps": 1}})

@@ -1,4 +1,4 @@
-"""State dicts: a run can go on from what it saved, bit for bit, in another form, layout and process."""
+"""State dicts: a run can go on from what it saved, bit for bit, in another format, layout and process."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fused_offload.checkpoint.state_dict
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.adam.reference import AdamState, adam_scalars, adam_step_
-from fused_offload.kernels.formats import FP16, SCALE_BLOCK, Form, Stored, decode, encode_
-from fused_offload.rules.arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS
+from fused_offload.kernels.formats import FP16, SCALE_BLOCK, Format, Stored, decode, encode_
+from fused_offload.rules.arguments import EXP_AVG_FORMATS, EXP_AVG_SQ_FORMATS
 from fused_offload.state.entry import StateEntry, set_scaled
 
 Bits = dict[str, torch.Tensor]
@@ -136,11 +136,11 @@ def through_file(state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
     return loaded
 
 
-def rounded(values: torch.Tensor, form: Form) -> torch.Tensor:
-    """Values as a block-scaled form keeps them."""
+def rounded(values: torch.Tensor, format: Format) -> torch.Tensor:
+    """Values as a block-scaled format keeps them."""
     values = values.detach().cpu().flatten()
     scale = torch.empty(-(-values.numel() // SCALE_BLOCK))
-    stored = Stored(form, torch.empty(values.shape, dtype=form.dtype), scale)
+    stored = Stored(format, torch.empty(values.shape, dtype=format.dtype), scale)
     encode_(stored, values)
     return decode(stored)
 
@@ -189,7 +189,7 @@ def test_saved_groups_are_copies(device: torch.device) -> None:
     assert len(optimizer.param_groups[0]["params"]) == len(params)
 
 
-def test_tensors_of_wide_forms_are_the_live_ones(device: torch.device) -> None:
+def test_tensors_of_wide_formats_are_the_live_ones(device: torch.device) -> None:
     params = make_params(device, torch.bfloat16)
     optimizer = FusedOffloadAdam(
         params, master_weights=True, store_param_remainders=True, exp_avg_sq_dtype=torch.bfloat16
@@ -411,7 +411,7 @@ def test_loading_takes_no_gpu_memory() -> None:
     assert torch.cuda.max_memory_allocated() == before
 
 
-# -- other layouts and forms -----------------------------------------------------------------------------------------
+# -- other layouts and formats -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])
@@ -537,8 +537,8 @@ def test_steps_that_differ_within_a_group(device: torch.device, stores: Stores, 
 
 
 @pytest.mark.parametrize("target", ALL_STORES[::2], ids=store_id)
-def test_forms_may_change_between_save_and_load(device: torch.device, target: Stores) -> None:
-    """Values arrive unchanged in wide forms and rounded to the nearest in narrow ones."""
+def test_formats_may_change_between_save_and_load(device: torch.device, target: Stores) -> None:
+    """Values arrive unchanged in wide formats and rounded to the nearest in narrow ones."""
     source = Stores("remainder" if target.master == "remainder" else "fp32", torch.float32, torch.float32)
     params = make_params(device, torch.bfloat16)
     optimizer = FusedOffloadAdam(params, **HYPERPARAMETERS, **source.arguments())
@@ -553,22 +553,22 @@ def test_forms_may_change_between_save_and_load(device: torch.device, target: St
         warnings.simplefilter("error")
         loaded.load_state_dict(saved)
     kept = {
-        "exp_avg": (target.exp_avg, EXP_AVG_FORMS[target.exp_avg]),
-        "exp_avg_sq": (target.exp_avg_sq, EXP_AVG_SQ_FORMS[target.exp_avg_sq]),
+        "exp_avg": (target.exp_avg, EXP_AVG_FORMATS[target.exp_avg]),
+        "exp_avg_sq": (target.exp_avg_sq, EXP_AVG_SQ_FORMATS[target.exp_avg_sq]),
         "master_param": (torch.float16 if target.master == "fp16" else torch.float32, FP16),
     }
     for index, twin in enumerate(twins):
         assert set(loaded.state[twin]) == set(saved["state"][index])
         for key, value in saved["state"][index].items():
-            dtype, scaled_form = kept[key]
+            dtype, scaled_format = kept[key]
             found = loaded.get_unscaled_state(twin, key)
             if value.dtype == torch.int16 or dtype == torch.float32:
                 expected = value
             elif dtype == torch.bfloat16:
                 expected = value.to(torch.bfloat16).float()
-            else:  # the form works on memory order, and so does the parameter
+            else:  # the format works on memory order, and so does the parameter
                 ordered = value.t() if twin.dim() == 2 and not twin.is_contiguous() else value
-                expected = rounded(ordered, scaled_form).view(ordered.shape)
+                expected = rounded(ordered, scaled_format).view(ordered.shape)
                 expected = expected.t() if ordered is not value else expected
             assert torch.equal(bits(found), bits(expected)), key
 
@@ -682,8 +682,8 @@ def test_settings_changed_after_a_load_are_used(device: torch.device) -> None:
     )
     expected = params[-2].detach().cpu().clone()
     state = {key: loaded.get_unscaled_state(params[-2], key).clone() for key in ("exp_avg", "exp_avg_sq")}
-    form = Form("fp32", torch.float32)
-    stored = AdamState(Stored(form, state["exp_avg"]), Stored(form, state["exp_avg_sq"]), None)
+    format = Format("fp32", torch.float32)
+    stored = AdamState(Stored(format, state["exp_avg"]), Stored(format, state["exp_avg_sq"]), None)
     train(loaded, params, range(2, 3))
     assert params[-2].grad is not None
     adam_step_(expected, params[-2].grad.cpu(), stored, scalars)

@@ -290,8 +290,8 @@ def test_what_does_not_fit_comes_with_what_would(
 
 
 def test_the_largest_model_fits_as_it_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    forms = ["--master", "remainder", "--moments", "bf16", "--gpu-memory", "80", "--host-memory", "128"]
-    assert main(["plan", "--params", "13e9", *forms]) == 0
+    formats = ["--master", "remainder", "--moments", "bf16", "--gpu-memory", "80", "--host-memory", "128"]
+    assert main(["plan", "--params", "13e9", *formats]) == 0
     with_save, training = (
         re.search(rf"{label} +│ +([0-9.]+) billion", out)
         for out in [capsys.readouterr().out]
@@ -299,8 +299,8 @@ def test_the_largest_model_fits_as_it_is_printed(capsys: pytest.CaptureFixture[s
     )
     assert with_save is not None
     assert training is not None
-    assert plan(capsys, "--params", f"{with_save[1]}B", *forms)["fits"]["host_in_save"]
-    report = plan(capsys, "--params", f"{training[1]}B", *forms)
+    assert plan(capsys, "--params", f"{with_save[1]}B", *formats)["fits"]["host_in_save"]
+    report = plan(capsys, "--params", f"{training[1]}B", *formats)
     assert report["fits"]["gpu"]
     assert report["fits"]["host"]
 

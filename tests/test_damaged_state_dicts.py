@@ -13,7 +13,7 @@ from typing import Any
 import helpers
 import pytest
 import torch
-from helpers import FormsCase, assert_same_snapshot, param_of, randn, snapshot
+from helpers import FormatsCase, assert_same_snapshot, param_of, randn, snapshot
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -25,12 +25,12 @@ from fused_offload.params.dense import has_data
 
 device = helpers.device
 
-FORMS = {
-    "fp32": FormsCase(master="fp32"),
-    "fp16": FormsCase(torch.float16, torch.float16, "fp16"),
-    "uint8": FormsCase(torch.uint8, torch.uint8, "remainder"),
+FORMATS = {
+    "fp32": FormatsCase(master="fp32"),
+    "fp16": FormatsCase(torch.float16, torch.float16, "fp16"),
+    "uint8": FormatsCase(torch.uint8, torch.uint8, "remainder"),
 }
-each_form = pytest.mark.parametrize("form", FORMS)
+each_format = pytest.mark.parametrize("format", FORMATS)
 
 
 class Model(nn.Module):
@@ -44,11 +44,11 @@ class Model(nn.Module):
             self.register_parameter(f"p{index}", param_of(randn(shape, index, device, dtype)))
 
 
-def make(device: str, form: str) -> tuple[Model, FusedOffloadAdam]:
+def make(device: str, format: str) -> tuple[Model, FusedOffloadAdam]:
     model = Model(device)
     params = list(model.parameters())
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.25, "tag": "second"}]
-    optimizer = FusedOffloadAdam(groups, weight_decay=0.1, **FORMS[form].arguments())
+    optimizer = FusedOffloadAdam(groups, weight_decay=0.1, **FORMATS[format].arguments())
     train(model, optimizer)
     return model, optimizer
 
@@ -221,11 +221,11 @@ def damage_some(data: st.DataObject, state_dict: dict[str, Any]) -> None:
 KINDS = {"core": damaged_core, "torch.distributed.checkpoint": damaged_dcp}
 
 
-def fuzz(device: str, form: str, kind: str, examples: int) -> None:
+def fuzz(device: str, format: str, kind: str, examples: int) -> None:
     """Loads that many damaged state dicts, each into an optimizer of its own."""
     loaded = []
 
-    @seed(list(FORMS).index(form))
+    @seed(list(FORMATS).index(format))
     @settings(
         max_examples=examples,
         deadline=None,
@@ -235,21 +235,21 @@ def fuzz(device: str, form: str, kind: str, examples: int) -> None:
     )
     @given(st.data())
     def load(data: st.DataObject) -> None:
-        loaded.append(KINDS[kind](*make(device, form), data))
+        loaded.append(KINDS[kind](*make(device, format), data))
 
     load()
-    print(f"{form}, {kind}: {len(loaded)} damaged, {sum(loaded)} loaded")
+    print(f"{format}, {kind}: {len(loaded)} damaged, {sum(loaded)} loaded")
     assert 0 < sum(loaded) < len(loaded)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@each_form
-def test_damaged_state_dicts(device: str, form: str, kind: str) -> None:
-    fuzz(device, form, kind, 15)
+@each_format
+def test_damaged_state_dicts(device: str, format: str, kind: str) -> None:
+    fuzz(device, format, kind, 15)
 
 
 @pytest.mark.large
 @pytest.mark.parametrize("kind", KINDS)
-@each_form
-def test_many_damaged_state_dicts(device: str, form: str, kind: str) -> None:
-    fuzz(device, form, kind, 250)
+@each_format
+def test_many_damaged_state_dicts(device: str, format: str, kind: str) -> None:
+    fuzz(device, format, kind, 250)

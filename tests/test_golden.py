@@ -229,7 +229,7 @@ def test_block_scales_lead_parameters_no_further_astray_than_te(name: str) -> No
 
 
 @pytest.mark.parametrize("name", FP16_MOMENTS)
-def test_block_scaled_moments_keep_the_precision_of_their_form(name: str) -> None:
+def test_block_scaled_moments_keep_the_precision_of_their_format(name: str) -> None:
     # Not compared with TE's, whose scale makes the largest element of a tensor, and with it any root mean square of
     # this data, exact. Ours: half an fp16 ulp each step, and where that is subnormal one step of the block, at most
     # 2^-38 of its largest element. Earlier errors decay like the moments themselves.

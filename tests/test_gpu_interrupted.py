@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_training import FORMS, Outcome, assert_same, make_params, outcome, set_grads
+from gpu_training import FORMATS, Outcome, assert_same, make_params, outcome, set_grads
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.adam import launch as adam
@@ -69,7 +69,7 @@ class Run:
     def __init__(self, kind: str) -> None:
         self.kind = kind
         self.params = make_params(SIZES)
-        self.optimizer = FusedOffloadAdam(self.params, lr=1e-2, offload=CONFIGS[kind], **FORMS["fp32"])
+        self.optimizer = FusedOffloadAdam(self.params, lr=1e-2, offload=CONFIGS[kind], **FORMATS["fp32"])
         if kind == "parts":
             self.optimizer.step_in_backward(torch.nn.ParameterList(self.params))
         self.stream = torch.cuda.Stream()
@@ -165,9 +165,9 @@ def test_an_interrupted_step_leaves_another_optimizer_right(kind: str, monkeypat
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-@pytest.mark.parametrize("forms", ["fp32", "remainder", "fp16", "uint8"])
+@pytest.mark.parametrize("formats", ["fp32", "remainder", "fp16", "uint8"])
 def test_a_skipped_first_step_whose_outcome_comes_late(
-    forms: str, fraction: float, monkeypatch: pytest.MonkeyPatch
+    formats: str, fraction: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second step begins at the parameter, whether or not the host knew in time that the first was skipped."""
     launch, is_late = adam.adam_step_, False
@@ -183,7 +183,9 @@ def test_a_skipped_first_step_whose_outcome_comes_late(
         param = torch.nn.Parameter(torch.full((4096,), 1e-12, device="cuda", dtype=torch.bfloat16))
         with torch.no_grad():
             param[0], param[1] = 1.0, -3e-9  # too far apart for a block-scaled copy
-        optimizer: Any = FusedOffloadAdam([param], lr=1e-14, offload=OffloadConfig(fraction=fraction), **FORMS[forms])
+        optimizer: Any = FusedOffloadAdam(
+            [param], lr=1e-14, offload=OffloadConfig(fraction=fraction), **FORMATS[formats]
+        )
         for flag in (1.0, 0.0):
             param.grad = torch.full_like(param, 0.5)
             optimizer.found_inf = torch.full((1,), flag, device="cuda")
@@ -200,7 +202,7 @@ def host_seconds(steps_in_backward: bool) -> Iterator[tuple[float, bool]]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096, bias=False) for _ in range(8)]).cuda().bfloat16()
     config = OffloadConfig(chunk_bytes=48 * MIB)  # few calls: the driver itself blocks behind about 1,000
-    optimizer = FusedOffloadAdam(model.parameters(), lr=1e-4, offload=config, **FORMS["remainder_bf16"])
+    optimizer = FusedOffloadAdam(model.parameters(), lr=1e-4, offload=config, **FORMATS["remainder_bf16"])
     if steps_in_backward:
         optimizer.step_in_backward(model)
     batch = torch.randn(64, 4096, device="cuda", dtype=torch.bfloat16)

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from gpu_training import FORMS, make_params, set_grads
+from gpu_training import FORMATS, make_params, set_grads
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.memory import cuda_driver
@@ -33,10 +33,10 @@ def no_ring_of_others() -> None:
     gc.collect()
 
 
-def build(config: OffloadConfig, forms: str = "fp32", sizes: tuple = BIG) -> tuple[list, FusedOffloadAdam]:
+def build(config: OffloadConfig, formats: str = "fp32", sizes: tuple = BIG) -> tuple[list, FusedOffloadAdam]:
     params = make_params(sizes)
     set_grads(params, 0)
-    return params, FusedOffloadAdam(params, offload=config, **FORMS[forms])
+    return params, FusedOffloadAdam(params, offload=config, **FORMATS[formats])
 
 
 def gpu_rise(action) -> int:  # type: ignore[no-untyped-def]
@@ -59,7 +59,7 @@ def test_extra_gpu_memory_is_the_ring(tmp_path: Path) -> None:
     assert gpu_rise(optimizer.step) <= 16 * MIB
     assert gpu_rise(lambda: torch.save(optimizer.state_dict(), tmp_path / "state.pt")) <= 16 * MIB
     saved = optimizer.state_dict()
-    fresh = FusedOffloadAdam(params, offload=config, **FORMS["fp32"])
+    fresh = FusedOffloadAdam(params, offload=config, **FORMATS["fp32"])
     assert gpu_rise(lambda: fresh.load_state_dict(saved)) <= 16 * MIB
     on_gpu = {key: value.cuda() for key, value in saved["state"][0].items()}
     saved["state"][0] = on_gpu
@@ -144,7 +144,7 @@ def test_host_memory_is_exact_pinned_and_given_back() -> None:
     process = psutil.Process()
     torch.cuda.synchronize()
     before = process.memory_info().rss
-    optimizer = FusedOffloadAdam([param], **FORMS["fp32"])
+    optimizer = FusedOffloadAdam([param], **FORMATS["fp32"])
     start = time.perf_counter()
     optimizer.initialize_state(param)
     seconds = time.perf_counter() - start
@@ -270,7 +270,7 @@ def test_less_memory_than_the_plain_optimizer() -> None:
 def test_reserved_staging_is_what_steps_use() -> None:
     gc.collect()  # the ring is sized to the largest need of all that live
     params = make_params(((2_000_003,), (1024,), (127,)))
-    optimizer = FusedOffloadAdam(params, **FORMS["remainder"], offload=OffloadConfig(chunk_bytes=2**20))
+    optimizer = FusedOffloadAdam(params, **FORMATS["remainder"], offload=OffloadConfig(chunk_bytes=2**20))
     optimizer.reserve_gpu_memory()
     reserved = optimizer.memory_report().ring_bytes
     assert 3 * 2**20 * 0.9 < reserved <= 3 * 2**20 + 3 * 512

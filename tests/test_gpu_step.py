@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_training import FORMS, make_params, set_grads
+from gpu_training import FORMATS, make_params, set_grads
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.adam import launch as adam
@@ -34,15 +34,15 @@ def all_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("forms", FORMS)
+@pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize(("fraction", "window_bytes"), [(0.0, 0), (1.0, 0), (1.0, 2**40)])
-def test_skipped_on_the_device_without_a_sync(forms: str, fraction: float, window_bytes: int) -> None:
+def test_skipped_on_the_device_without_a_sync(formats: str, fraction: float, window_bytes: int) -> None:
     """Six steps, the first and the third flagged: the result is that of the other four, and nothing waits."""
     flags = [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     params, clean = make_params(), make_params()
     config = OffloadConfig(chunk_bytes=MIB, fraction=fraction, window_bytes=window_bytes)
-    optimizer = FusedOffloadAdam(params, lr=1e-2, offload=config, **FORMS[forms])
-    reference = FusedOffloadAdam(clean, lr=1e-2, offload=config, **FORMS[forms])
+    optimizer = FusedOffloadAdam(params, lr=1e-2, offload=config, **FORMATS[formats])
+    reference = FusedOffloadAdam(clean, lr=1e-2, offload=config, **FORMATS[formats])
     # Compile and allocate outside the check: one step on the same data for both.
     for opt, tensors in ((optimizer, params), (reference, clean)):
         set_grads(tensors, 99)
@@ -77,8 +77,8 @@ def test_skipped_on_the_device_without_a_sync(forms: str, fraction: float, windo
 def test_a_step_without_a_signal_knows_which_steps_before_it_were_skipped() -> None:
     """Its number must not depend on how far the device has got when it is enqueued."""
     params, clean = make_params(), make_params()
-    optimizer = FusedOffloadAdam(params, lr=1e-2, offload=SMALL, **FORMS["fp32"])
-    reference = FusedOffloadAdam(clean, lr=1e-2, offload=SMALL, **FORMS["fp32"])
+    optimizer = FusedOffloadAdam(params, lr=1e-2, offload=SMALL, **FORMATS["fp32"])
+    reference = FusedOffloadAdam(clean, lr=1e-2, offload=SMALL, **FORMATS["fp32"])
     flag = torch.ones(1, device="cuda")
     for step in range(4):
         set_grads(params, step)
@@ -99,7 +99,7 @@ def test_a_step_without_a_signal_knows_which_steps_before_it_were_skipped() -> N
 
 def test_a_skipped_first_step_leaves_the_parameter_as_master() -> None:
     params = make_params(((1000, 1000),))
-    optimizer = FusedOffloadAdam(params, lr=0.0, offload=SMALL, **FORMS["fp32"])
+    optimizer = FusedOffloadAdam(params, lr=0.0, offload=SMALL, **FORMATS["fp32"])
     before = copies(params)
     set_grads(params, 0)
     optimizer.found_inf = torch.ones(1, device="cuda")
@@ -189,7 +189,7 @@ def test_threads_and_streams() -> None:
     alone, together = [], []
     for threaded in (False, True):
         runs = [make_params(((2000, 999), (77,))) for _ in range(2)]
-        optimizers = [FusedOffloadAdam(params, lr=1e-2, offload=SMALL, **FORMS["fp32"]) for params in runs]
+        optimizers = [FusedOffloadAdam(params, lr=1e-2, offload=SMALL, **FORMATS["fp32"]) for params in runs]
 
         def work(params, optimizer) -> None:  # type: ignore[no-untyped-def]
             with torch.cuda.stream(torch.cuda.Stream()):
@@ -218,7 +218,7 @@ def test_threads_and_streams() -> None:
 def test_state_dict_right_after_step_is_complete(window_bytes: int) -> None:
     params = make_params(((16 * MIB,),) * 4)
     config = OffloadConfig(chunk_bytes=24 * MIB, window_bytes=window_bytes)
-    optimizer = FusedOffloadAdam(params, offload=config, **FORMS["fp32"])
+    optimizer = FusedOffloadAdam(params, offload=config, **FORMATS["fp32"])
     for step in range(20):
         if window_bytes:
             optimizer.prefetch()
@@ -233,7 +233,7 @@ def test_state_dict_right_after_step_is_complete(window_bytes: int) -> None:
 
 def test_copies_of_a_failed_step_do_not_reach_what_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     params = make_params(((16 * MIB,),))
-    optimizer = FusedOffloadAdam(params, offload=OffloadConfig(chunk_bytes=24 * MIB), **FORMS["fp32"])
+    optimizer = FusedOffloadAdam(params, offload=OffloadConfig(chunk_bytes=24 * MIB), **FORMATS["fp32"])
     set_grads(params, 0)
     optimizer.step()
     saved = optimizer.state_dict()
@@ -297,7 +297,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     config = OffloadConfig(chunk_bytes=48 * MIB)
     results = []
     for tensor in (param, small):
-        optimizer = FusedOffloadAdam([tensor], lr=1e-2, offload=config, **FORMS["remainder_bf16"])
+        optimizer = FusedOffloadAdam([tensor], lr=1e-2, offload=config, **FORMATS["remainder_bf16"])
         optimizer.step()
         optimizer.step()
         entry = optimizer.state[tensor]

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from gpu_training import FORMS, Outcome, assert_same, differs, train
+from gpu_training import FORMATS, Outcome, assert_same, differs, train
 
 from fused_offload import OffloadConfig
 
@@ -27,8 +27,8 @@ DELAY_CYCLES = 10_000_000  # about 5 ms, longer than the copy of a 4 MiB chunk b
 
 
 @functools.cache
-def resident(forms: str, steps: int = 20) -> Outcome:
-    return train(forms, RESIDENT, steps=steps)
+def resident(formats: str, steps: int = 20) -> Outcome:
+    return train(formats, RESIDENT, steps=steps)
 
 
 def name(config: OffloadConfig) -> str:
@@ -39,17 +39,17 @@ def name(config: OffloadConfig) -> str:
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=name)
-@pytest.mark.parametrize("forms", FORMS)
-def test_streamed_equals_resident(forms: str, config: OffloadConfig) -> None:
-    assert_same(train(forms, config), resident(forms))
+@pytest.mark.parametrize("formats", FORMATS)
+def test_streamed_equals_resident(formats: str, config: OffloadConfig) -> None:
+    assert_same(train(formats, config), resident(formats))
 
 
-@pytest.mark.parametrize("forms", FORMS)
-def test_small_chunks_of_many_sizes(forms: str) -> None:
+@pytest.mark.parametrize("formats", FORMATS)
+def test_small_chunks_of_many_sizes(formats: str) -> None:
     """Chunks of one block of 128 elements, and segments that end anywhere in a chunk."""
     sizes = ((1,), (127,), (128,), (129,), (3 * 1024 + 17,), (1023,))
     config = OffloadConfig(chunk_bytes=1)
-    assert_same(train(forms, config, sizes=sizes), train(forms, RESIDENT, sizes=sizes))
+    assert_same(train(formats, config, sizes=sizes), train(formats, RESIDENT, sizes=sizes))
 
 
 def delay(monkeypatch: pytest.MonkeyPatch, slow: str, dropped: str | None = None) -> None:
@@ -81,11 +81,11 @@ def delay(monkeypatch: pytest.MonkeyPatch, slow: str, dropped: str | None = None
 
 
 @pytest.mark.parametrize("slow", STREAMS)
-@pytest.mark.parametrize("forms", ["fp32", "fp16"])
-def test_a_slow_stream_changes_no_bit(forms: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = resident(forms, 6)
+@pytest.mark.parametrize("formats", ["fp32", "fp16"])
+def test_a_slow_stream_changes_no_bit(formats: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = resident(formats, 6)
     delay(monkeypatch, slow)
-    assert_same(train(forms, OffloadConfig(chunk_bytes=4 * MIB), steps=6), expected)
+    assert_same(train(formats, OffloadConfig(chunk_bytes=4 * MIB), steps=6), expected)
 
 
 @pytest.mark.parametrize(("dropped", "slow"), [("h2d", "d2h"), ("compute", "h2d"), ("d2h", "compute")])

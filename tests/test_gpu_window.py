@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu_training import FORMS, Outcome, assert_same, build, differs, outcome, poison, set_grads
+from gpu_training import FORMATS, Outcome, assert_same, build, differs, outcome, poison, set_grads
 from test_gpu_streaming import MIB, RESIDENT, STREAMS, delay
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
@@ -38,9 +38,9 @@ def poison_free_memory() -> None:
 
 
 def train(
-    forms: str, config: OffloadConfig, *, steps: int = 20, before: Callable[[int, Any], None] | None = None
+    formats: str, config: OffloadConfig, *, steps: int = 20, before: Callable[[int, Any], None] | None = None
 ) -> Outcome:
-    params, optimizer = build(forms, config)
+    params, optimizer = build(formats, config)
     for step in range(steps):
         if step % 5 == 3:
             poison_free_memory()
@@ -67,26 +67,26 @@ def poison_ring(optimizer: FusedOffloadAdam) -> None:
 
 
 @functools.cache
-def resident(forms: str, steps: int = 20) -> Outcome:
-    return train(forms, RESIDENT, steps=steps)
+def resident(formats: str, steps: int = 20) -> Outcome:
+    return train(formats, RESIDENT, steps=steps)
 
 
 @pytest.mark.parametrize("nbytes", [0, 4 * MIB, 20 * MIB, ALL], ids=lambda n: f"{min(n // MIB, 999)}MiB")
-@pytest.mark.parametrize("forms", FORMS)
-def test_any_window_equals_resident(forms: str, nbytes: int) -> None:
+@pytest.mark.parametrize("formats", FORMATS)
+def test_any_window_equals_resident(formats: str, nbytes: int) -> None:
     used: list[int] = []
     config = window(nbytes)
     assert_same(
-        train(forms, config, before=lambda _, optimizer: used.append(len(optimizer._stepper.engine.window()))),
-        resident(forms),
+        train(formats, config, before=lambda _, optimizer: used.append(len(optimizer._stepper.engine.window()))),
+        resident(formats),
     )
     assert used[0] == 0  # no state yet
     assert (used[-1] > 0) == (nbytes > 0)
 
 
-@pytest.mark.parametrize("forms", ["fp32", "remainder_bf16"])
+@pytest.mark.parametrize("formats", ["fp32", "remainder_bf16"])
 @pytest.mark.parametrize("fraction", [0.3, 1.0])
-def test_a_window_that_changes_from_step_to_step(forms: str, fraction: float) -> None:
+def test_a_window_that_changes_from_step_to_step(formats: str, fraction: float) -> None:
     rng = random.Random(3)
 
     def change(step: int, optimizer: Any) -> None:
@@ -96,7 +96,7 @@ def test_a_window_that_changes_from_step_to_step(forms: str, fraction: float) ->
         if step % 3 == 0:
             optimizer.prefetch()  # a second time changes nothing
 
-    assert_same(train(forms, window(0, fraction=fraction), before=change), resident(forms))
+    assert_same(train(formats, window(0, fraction=fraction), before=change), resident(formats))
 
 
 @pytest.mark.parametrize("slow", STREAMS)
@@ -175,10 +175,10 @@ def test_skipped_and_refused_steps_leave_no_trace() -> None:
     assert_same(run(window(ALL)), run(RESIDENT))
 
 
-def hundred_steps(forms: str, config: OffloadConfig) -> Outcome:
+def hundred_steps(formats: str, config: OffloadConfig) -> Outcome:
     """Windows and skipped steps at random, the same ones for every configuration."""
     rng = random.Random(5)
-    params, optimizer = build(forms, config)
+    params, optimizer = build(formats, config)
     has_window = bool(config.window_bytes)
     for step in range(100):
         nbytes = rng.choice((0, 3 * MIB, 10 * MIB, ALL))
@@ -201,19 +201,19 @@ def hundred_steps(forms: str, config: OffloadConfig) -> Outcome:
 
 
 @functools.cache
-def resident_hundred_steps(forms: str) -> Outcome:
-    return hundred_steps(forms, RESIDENT)
+def resident_hundred_steps(formats: str) -> Outcome:
+    return hundred_steps(formats, RESIDENT)
 
 
 @pytest.mark.parametrize("slow", [None, *STREAMS])
-@pytest.mark.parametrize("forms", ["fp32", "remainder_bf16"])
+@pytest.mark.parametrize("formats", ["fp32", "remainder_bf16"])
 def test_a_hundred_steps_with_skips_and_changing_windows(
-    forms: str, slow: str | None, monkeypatch: pytest.MonkeyPatch
+    formats: str, slow: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = resident_hundred_steps(forms)
+    expected = resident_hundred_steps(formats)
     if slow is not None:
         delay(monkeypatch, slow)
-    assert_same(hundred_steps(forms, window(ALL, chunk_bytes=4 * MIB)), expected)
+    assert_same(hundred_steps(formats, window(ALL, chunk_bytes=4 * MIB)), expected)
 
 
 def test_the_last_step_is_reported_without_waiting_for_it() -> None:

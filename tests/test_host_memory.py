@@ -67,7 +67,7 @@ def values(params, dtypes):
     group = FusedOffloadAdam(params).state_dict()["param_groups"][0]
     return {"state": state, "param_groups": [{**group, "step": 1}]}
 
-FORMS = {
+FORMATS = {
     "fp32": dict(master_weights=True),
     "remainder-bf16": dict(
         master_weights=True,
@@ -82,22 +82,22 @@ FORMS = {
         exp_avg_sq_dtype=torch.float16,
     ),
 }
-FORM = FORMS[sys.argv[1]]
+FORMAT = FORMATS[sys.argv[1]]
 warm = make(200_000, count=1)
-optimizer = FusedOffloadAdam(warm, **FORM)
+optimizer = FusedOffloadAdam(warm, **FORMAT)
 optimizer.step()
-FusedOffloadAdam(warm, **FORM).load_state_dict(optimizer.state_dict())  # loads and compiles whatever a step needs
+FusedOffloadAdam(warm, **FORMAT).load_state_dict(optimizer.state_dict())  # loads and compiles whatever a step needs
 optimizer.close()
 gc.disable()
 found = {}
 """
 
 
-def measure(script: str, form: str) -> dict[str, float]:
+def measure(script: str, format: str) -> dict[str, float]:
     code = _PRELUDE + script + "\nprint(json.dumps(found))\n"
     # Freed blocks go back to the system at once, so that what is measured does not depend on what ran before.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", code, form]
+    command = [sys.executable, "-c", code, format]
     run = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
     assert run.returncode == 0, run.stderr
     found: dict[str, float] = json.loads(run.stdout.splitlines()[-1])
@@ -107,7 +107,7 @@ def measure(script: str, form: str) -> dict[str, float]:
 _LIFE = """
 params = make({step_numel})
 before = mb("VmRSS")
-optimizer = FusedOffloadAdam(params, **FORM)
+optimizer = FusedOffloadAdam(params, **FORMAT)
 found["build"] = mb("VmRSS") - before
 optimizer.step()
 found["step"], found["step_peak"] = mb("VmRSS") - before, mb("VmHWM") - before
@@ -121,7 +121,7 @@ for param in params:
     param.grad = None
 saved = values(params, {{"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "master_param": torch.{master}}})
 before = mb("VmRSS")
-optimizer = FusedOffloadAdam(params, **FORM)
+optimizer = FusedOffloadAdam(params, **FORMAT)
 optimizer.load_state_dict(saved)
 found["load"], found["load_peak"] = mb("VmRSS") - before, mb("VmHWM") - before
 peak = mb("VmHWM")
@@ -140,7 +140,7 @@ found["deleted"] = mb("VmRSS") - before
 
 rounds = []
 for _ in range(4):
-    optimizer = FusedOffloadAdam(params, **FORM)
+    optimizer = FusedOffloadAdam(params, **FORMAT)
     optimizer.load_state_dict(saved)
     optimizer.close()
     rounds.append(mb("VmRSS"))
@@ -151,16 +151,16 @@ BYTES_PER_PARAMETER = {"fp32": 12.0, "remainder-bf16": 6.0, "fp16": 6.0 + 3 * 4 
 LOADED_NUMEL = {"fp32": 5_000_000, "remainder-bf16": 5_000_000, "fp16": 2_500_000}
 
 
-@pytest.mark.parametrize("form", BYTES_PER_PARAMETER)
-def test_state_is_never_held_twice(form: str) -> None:
+@pytest.mark.parametrize("format", BYTES_PER_PARAMETER)
+def test_state_is_never_held_twice(format: str) -> None:
     step_numel = 750_000
-    load_numel = LOADED_NUMEL[form]
-    master = "int16" if form == "remainder-bf16" else "float32"
-    found = measure(_LIFE.format(step_numel=step_numel, load_numel=load_numel, master=master), form)
-    stepped = BYTES_PER_PARAMETER[form] * 4 * step_numel / MB
-    loaded = BYTES_PER_PARAMETER[form] * 4 * load_numel / MB
+    load_numel = LOADED_NUMEL[format]
+    master = "int16" if format == "remainder-bf16" else "float32"
+    found = measure(_LIFE.format(step_numel=step_numel, load_numel=load_numel, master=master), format)
+    stepped = BYTES_PER_PARAMETER[format] * 4 * step_numel / MB
+    loaded = BYTES_PER_PARAMETER[format] * 4 * load_numel / MB
     noise = 4  # MB: allocator, threads, transparent huge pages at the ends of mappings
-    blocks = 9 if form == "fp16" else 0  # MB: what the conversion of 2**20 elements takes at a time
+    blocks = 9 if format == "fp16" else 0  # MB: what the conversion of 2**20 elements takes at a time
     assert noise < stepped / 3 * 0.98  # a second copy of even one key would be larger
     assert blocks + noise < loaded / 3 * 0.98
 
@@ -171,11 +171,11 @@ def test_state_is_never_held_twice(form: str) -> None:
 
     assert loaded * 0.98 < found["load"] < loaded * 1.02 + noise
     assert found["load_peak"] < loaded * 1.02 + noise + blocks
-    if form != "fp16":  # which is saved as float32
+    if format != "fp16":  # which is saved as float32
         assert found["save"] < noise
         assert found["save_peak"] < noise
     assert found["cleared"] < loaded * 0.1 + noise
-    if form != "fp16":
+    if format != "fp16":
         assert found["restart_peak"] < loaded * 1.02 + noise + blocks
     assert found["deleted"] < loaded * 0.1 + noise
     assert found["growth"] < loaded * 0.1
@@ -211,7 +211,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("exp_avg_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("exp_avg_sq_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("master", ["none", "fp32", "fp16", "remainder"])
-def test_bytes_of_each_form(
+def test_bytes_of_each_format(
     device: torch.device, slabs: Slabs, exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, master: str
 ) -> None:
     numels = (1, 127, 20_000, 70_001)

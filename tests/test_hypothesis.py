@@ -11,7 +11,7 @@ import helpers
 import hypothesis
 import pytest
 import torch
-from helpers import DTYPES, FormsCase, Oracle, in_memory_order
+from helpers import DTYPES, FormatsCase, Oracle, in_memory_order
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -90,11 +90,11 @@ events = st.lists(
 class Training:
     """An optimizer and, beside it, one oracle per parameter."""
 
-    def __init__(self, seed: int, device: str, forms: FormsCase, adam_w_mode: bool, groups: list[Any]) -> None:
+    def __init__(self, seed: int, device: str, formats: FormatsCase, adam_w_mode: bool, groups: list[Any]) -> None:
         self.random = torch.Generator().manual_seed(seed)
         self.device = device
-        self.forms = forms
-        self.options = {"use_decoupled_grad": True, "adam_w_mode": adam_w_mode, **forms.arguments()}
+        self.formats = formats
+        self.options = {"use_decoupled_grad": True, "adam_w_mode": adam_w_mode, **formats.arguments()}
         self.specs: list[list[ParamSpec]] = []
         self.oracles: list[list[Oracle]] = []
         self.has_state: list[list[bool]] = []
@@ -112,7 +112,7 @@ class Training:
         params = [nn.Parameter(self.values(s.shape, s.dtype, s.order), requires_grad=not s.frozen) for s in specs]
         self.specs.append(specs)
         first = sum(map(len, self.oracles))
-        self.oracles.append([Oracle(param, self.forms, number) for number, param in enumerate(params, start=first)])
+        self.oracles.append([Oracle(param, self.formats, number) for number, param in enumerate(params, start=first)])
         self.has_state.append([False] * len(params))
         return {"params": params, **settings}
 
@@ -221,7 +221,7 @@ def test_random_trainings(device: str, number: int, master: str) -> None:
     ) -> None:
         nonlocal tried
         tried += 1
-        training = Training(seed, device, FormsCase(*moments, master), adam_w_mode, groups)
+        training = Training(seed, device, FormatsCase(*moments, master), adam_w_mode, groups)
         training.build(config)
         for event in events:
             training.apply(*event)

@@ -33,7 +33,7 @@ from fused_offload.kernels.formats import (
     REMAINDER,
     ROOT8,
     SCALE_BLOCK,
-    Form,
+    Format,
     Stored,
     decode,
     encode_,
@@ -45,8 +45,8 @@ from fused_offload.kernels.launch import TABLE_COLUMNS, LaunchKind, ScalerSignal
 GUARD = 64  # elements of random bits on both sides of every parameter and gradient
 SIZES = (1, 3, 127, 128, 129, 1023, 1024, 1025, 3 * 1024 + 17)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-EXP_AVG_FORMS = (FP32, BF16, BF16_STOCHASTIC, FP16, ROOT8)
-EXP_AVG_SQ_FORMS = (FP32, BF16, BF16_STOCHASTIC, FP16_NONZERO, LOG8)
+EXP_AVG_FORMATS = (FP32, BF16, BF16_STOCHASTIC, FP16, ROOT8)
+EXP_AVG_SQ_FORMATS = (FP32, BF16, BF16_STOCHASTIC, FP16_NONZERO, LOG8)
 
 
 class Setup(NamedTuple):
@@ -54,9 +54,9 @@ class Setup(NamedTuple):
 
     param_dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype = torch.float32
-    exp_avg: Form = FP32
-    exp_avg_sq: Form = FP32
-    master: Form | None = None
+    exp_avg: Format = FP32
+    exp_avg_sq: Format = FP32
+    master: Format | None = None
     adam_w_mode: bool = True
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Setup(NamedTuple):
 
 def covering_setups() -> list[Setup]:
     """Setups in which every pair of two choices occurs, greedily few."""
-    choices = (DTYPES, DTYPES, EXP_AVG_FORMS, EXP_AVG_SQ_FORMS, (None, FP32, FP16, REMAINDER))
+    choices = (DTYPES, DTYPES, EXP_AVG_FORMATS, EXP_AVG_SQ_FORMATS, (None, FP32, FP16, REMAINDER))
     setups = [
         Setup(*choice)
         for choice in itertools.product(*choices, (True, False))
@@ -198,16 +198,16 @@ class World:
         nbytes = numel * dtype.itemsize
         return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=self.random).view(dtype)
 
-    def _stored(self, form: Form, numel: int) -> Stored:
-        scale = self._random_bits(numel // SCALE_BLOCK, torch.float32) if form.scaled else None
-        return Stored(form, self._random_bits(numel, form.dtype), scale)
+    def _stored(self, format: Format, numel: int) -> Stored:
+        scale = self._random_bits(numel // SCALE_BLOCK, torch.float32) if format.scaled else None
+        return Stored(format, self._random_bits(numel, format.dtype), scale)
 
     def clone(self, device: torch.device) -> World:
         def moved(stored: Stored | None) -> Any:
             if stored is None:
                 return None
             scale = None if stored.scale is None else stored.scale.to(device, copy=True)
-            return Stored(stored.form, stored.data.to(device, copy=True), scale)
+            return Stored(stored.format, stored.data.to(device, copy=True), scale)
 
         other = object.__new__(World)
         other.__dict__ |= self.__dict__
@@ -313,7 +313,7 @@ def both(setup: Setup, numels: Sequence[int], device: torch.device, *, steps: in
 
 
 @pytest.mark.parametrize("setup", COVERING, ids=str)
-def test_every_combination_of_forms(setup: Setup, device: torch.device) -> None:
+def test_every_combination_of_formats(setup: Setup, device: torch.device) -> None:
     actual, expected = both(setup, (1, 129, 1025), device)
     for step in (1, 2):
         for world in (actual, expected):
@@ -352,10 +352,10 @@ def test_awkward_sizes_in_one_launch(setup: Setup, device: torch.device) -> None
         for dtype, master in itertools.product(DTYPES, (None, FP32, FP16, REMAINDER))
         if master is not REMAINDER or dtype == torch.bfloat16
     ],
-    ids=lambda value: str(value.name if isinstance(value, Form) else value),
+    ids=lambda value: str(value.name if isinstance(value, Format) else value),
 )
 def test_zeros_without_a_gradient_keep_their_sign(
-    param_dtype: torch.dtype, master: Form | None, adam_w_mode: bool, lr: float, numerics: str, device: torch.device
+    param_dtype: torch.dtype, master: Format | None, adam_w_mode: bool, lr: float, numerics: str, device: torch.device
 ) -> None:
     setup = Setup(param_dtype, master=master, adam_w_mode=adam_w_mode)
     actual, expected = both(setup, (8,), device)
@@ -505,11 +505,11 @@ def test_log8_takes_a_coarser_grid_at_the_same_spread(shift: int, device: torch.
     assert set((bits(scale) & 31).tolist()) == {shift, shift + 1}
 
 
-def compiled(tmp_path: Path, forms: tuple[str, ...], *targets: str) -> list[str]:
+def compiled(tmp_path: Path, formats: tuple[str, ...], *targets: str) -> list[str]:
     """Targets of the compiled kernels."""
     pytest.importorskip("triton.backends.nvidia")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, str(Path(__file__).parent / "compile_kernel.py"), *forms, "--target", *targets]
+    command = [sys.executable, str(Path(__file__).parent / "compile_kernel.py"), *formats, "--target", *targets]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     return re.findall(r"(\w+): \d+ lines of PTX", run.stdout)
@@ -521,14 +521,14 @@ def test_the_compiler_takes_what_the_interpreter_takes(tmp_path: Path) -> None:
 
 @pytest.mark.large
 @pytest.mark.parametrize(
-    "forms",
+    "formats",
     [("fp32", "fp32", "fp32"), ("root8", "log8", "remainder"), ("bf16", "bf16", "remainder"), ("fp16", "fp16", "fp16")],
     ids="-".join,
 )
-def test_every_generation_of_gpus_is_compiled_for(forms: tuple[str, ...], tmp_path: Path) -> None:
+def test_every_generation_of_gpus_is_compiled_for(formats: tuple[str, ...], tmp_path: Path) -> None:
     """Ampere, Hopper, and both kinds of Blackwell."""
     targets = ("80", "90", "100", "120")
-    assert compiled(tmp_path, forms, *targets) == [f"sm_{target}" for target in targets for _ in range(2)]
+    assert compiled(tmp_path, formats, *targets) == [f"sm_{target}" for target in targets for _ in range(2)]
 
 
 @pytest.mark.parametrize("magnitude", [2.0**-149, 2.0**-130, 2.0**-61, 2.0**100])
@@ -622,7 +622,7 @@ def test_a_skipped_step_keeps_scales_of_maxima_that_rounded_up(device: torch.dev
         values = torch.arange(SCALE_BLOCK, dtype=torch.float32) * 2.0**-38
         values[0] = 2.0 - 2.0**-20
         for stored in (world.state.exp_avg, world.state.exp_avg_sq):
-            encoded = Stored(stored.form, torch.empty(SCALE_BLOCK, dtype=stored.form.dtype), torch.empty(1))
+            encoded = Stored(stored.format, torch.empty(SCALE_BLOCK, dtype=stored.format.dtype), torch.empty(1))
             encode_(encoded, values)
             run = stored.narrow(world.starts[0], SCALE_BLOCK)
             run.data.copy_(encoded.data)
@@ -642,7 +642,7 @@ def initialise_moments(world: World) -> None:
 def initialise_masters(world: World) -> None:
     for index, numel in enumerate(world.numels):
         master, param = world.state.narrow(world.starts[index], numel).master_param, world.param(index)
-        if master is not None and master.form is REMAINDER:
+        if master is not None and master.format is REMAINDER:
             split_remainder_(param, master.data, param.float())
         elif master is not None:
             encode_(master, param.float())
@@ -696,8 +696,8 @@ def test_a_skipped_step_initialises_moments_beside_an_existing_master(setup: Set
     assert_same_memory(actual, expected)
 
 
-@pytest.mark.parametrize("master", [FP32, FP16], ids=lambda form: form.name)
-def test_a_skipped_step_writes_the_master_of_a_float32_parameter(master: Form, device: torch.device) -> None:
+@pytest.mark.parametrize("master", [FP32, FP16], ids=lambda format: format.name)
+def test_a_skipped_step_writes_the_master_of_a_float32_parameter(master: Format, device: torch.device) -> None:
     # This master is never read, so it is not copied to the slot, and what the slot holds must not be copied back.
     setup = Setup(master=master)
     actual, expected = both(setup, (129, 1025), device, steps=1)
@@ -744,7 +744,7 @@ def test_te_numerics_stay_within_fast_math_of_ieee(setup: Setup, device: torch.d
     assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
     on_cpu = actual.clone(torch.device("cpu"))
     for start, numel in zip(expected.starts, expected.numels, strict=True):
-        # The smallest value of a scaled form is what a lost subnormal may take from one that has to stay positive.
+        # The smallest value of a scaled format is what a lost subnormal may take from one that has to stay positive.
         values, wanted = (decode(world.state.exp_avg_sq.narrow(start, numel)) for world in (on_cpu, expected))
         smallest = {"log8": 2.0**-31}.get(setup.exp_avg_sq.name, 2.0**-38)
         assert ((values - wanted).abs() <= 2.0**-126 + smallest * wanted.max()).all()

@@ -469,7 +469,7 @@ TRAIN_WITH_BRIDGE = dedent(
     from megatron.bridge.training.config import OptimizerConfig
     from fused_offload.megatron.bridge import FusedOffloadOptimizerConfig
 
-    SPEC = job.JobSpec(forms=job.Forms(remainders=True))
+    SPEC = job.JobSpec(stored_formats=job.StoredFormats(remainders=True))
 
     def recipe(**fields):
         return OptimizerConfig(

@@ -24,7 +24,7 @@ from fused_offload.kernels.formats import (
     REMAINDER,
     ROOT8,
     SCALE_BLOCK,
-    Form,
+    Format,
     Stored,
     decode,
     rounding_counter,
@@ -33,12 +33,12 @@ from fused_offload.kernels.formats import (
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def stored_zeros(form: Form, numel: int) -> Stored:
-    scale = torch.zeros(-(-numel // SCALE_BLOCK)) if form.scaled else None
-    return Stored(form, torch.zeros(numel, dtype=form.dtype), scale)
+def stored_zeros(format: Format, numel: int) -> Stored:
+    scale = torch.zeros(-(-numel // SCALE_BLOCK)) if format.scaled else None
+    return Stored(format, torch.zeros(numel, dtype=format.dtype), scale)
 
 
-def new_state(numel: int, exp_avg: Form = FP32, exp_avg_sq: Form = FP32, master: Form | None = None) -> AdamState:
+def new_state(numel: int, exp_avg: Format = FP32, exp_avg_sq: Format = FP32, master: Format | None = None) -> AdamState:
     return AdamState(
         stored_zeros(exp_avg, numel),
         stored_zeros(exp_avg_sq, numel),
@@ -134,13 +134,13 @@ def to_remainder_param(values: np.ndarray) -> np.ndarray:
     return ((pattern + 0x8000) & 0xFFFF0000).astype(np.uint32).view(np.float32).astype(np.float64)
 
 
-def stored_by_hand(values: np.ndarray, form: Form) -> np.ndarray:
-    if form.scaled:
-        return to_scaled_fp16(values, form.keep_nonzero)
-    return to_bf16(values) if form is BF16 else values
+def stored_by_hand(values: np.ndarray, format: Format) -> np.ndarray:
+    if format.scaled:
+        return to_scaled_fp16(values, format.keep_nonzero)
+    return to_bf16(values) if format is BF16 else values
 
 
-def param_by_hand(values: np.ndarray, dtype: torch.dtype, master: Form | None) -> np.ndarray:
+def param_by_hand(values: np.ndarray, dtype: torch.dtype, master: Format | None) -> np.ndarray:
     if master is REMAINDER:
         return to_remainder_param(values)
     return {torch.float32: f32, torch.bfloat16: to_bf16, torch.float16: to_fp16}[dtype](values)
@@ -149,16 +149,16 @@ def param_by_hand(values: np.ndarray, dtype: torch.dtype, master: Form | None) -
 class ByHand:
     """One parameter and its state; every operation is rounded to float32 once."""
 
-    def __init__(self, param: torch.Tensor, forms: tuple[Form, Form, Form | None]) -> None:
+    def __init__(self, param: torch.Tensor, formats: tuple[Format, Format, Format | None]) -> None:
         self.dtype = param.dtype
-        self.forms = forms
+        self.formats = formats
         self.param = param.double().numpy().copy()
         self.m = np.zeros_like(self.param)
         self.v = np.zeros_like(self.param)
         self.master = self.param.copy()
 
     def step(self, grad: torch.Tensor, s: AdamScalars, grad_scale: float | None = None) -> None:
-        exp_avg, exp_avg_sq, master = self.forms
+        exp_avg, exp_avg_sq, master = self.formats
         p = self.param if self.dtype == torch.float32 or master is None else self.master
         g = grad.double().numpy()
         if grad_scale is not None:
@@ -178,13 +178,13 @@ class ByHand:
         self.master = p if master in (None, REMAINDER) else stored_by_hand(p, master)
 
 
-def masters_of(param_dtype: torch.dtype) -> tuple[Form | None, ...]:
+def masters_of(param_dtype: torch.dtype) -> tuple[Format | None, ...]:
     return (None, FP32, FP16, REMAINDER) if param_dtype == torch.bfloat16 else (None, FP32, FP16)
 
 
 def master_values(param: torch.Tensor, state: AdamState) -> torch.Tensor:
     assert state.master_param is not None
-    if state.master_param.form is REMAINDER:
+    if state.master_param.format is REMAINDER:
         return reference.join_remainder(param, state.master_param.data)
     return decode(state.master_param)
 
@@ -203,7 +203,7 @@ PARAM_MASTER_MODE = [
 
 
 @pytest.mark.parametrize(("dtype", "master", "adam_w_mode"), PARAM_MASTER_MODE)
-def test_bit_for_bit_the_specification(dtype: torch.dtype, master: Form | None, adam_w_mode: bool) -> None:
+def test_bit_for_bit_the_specification(dtype: torch.dtype, master: Format | None, adam_w_mode: bool) -> None:
     numel = 301
     for grad_dtype, exp_avg, exp_avg_sq in itertools.product(DTYPES, (FP32, BF16, FP16), (FP32, BF16, FP16_NONZERO)):
         param = random_params(numel, dtype)
@@ -401,7 +401,7 @@ def test_gradients_are_divided_by_grad_scale(grad_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "master", "adam_w_mode"), PARAM_MASTER_MODE)
-def test_zero_lr_changes_no_parameter(dtype: torch.dtype, master: Form | None, adam_w_mode: bool) -> None:
+def test_zero_lr_changes_no_parameter(dtype: torch.dtype, master: Format | None, adam_w_mode: bool) -> None:
     param = random_params(300, dtype)
     param[:3] = torch.tensor([0.0, -0.0, 1.0])
     before = param.clone()
@@ -459,10 +459,10 @@ def test_nan_gradients_show_in_every_parameter_dtype() -> None:
 # -- narrow moments --------------------------------------------------------------------------------------------------
 
 
-def second_moment_error(form: Form, beta2: float) -> float:
+def second_moment_error(format: Format, beta2: float) -> float:
     """How far second moments are from float64 after their gradients became a tenth; relative, of the sum."""
     numel, steps = 256, 800
-    param, state = torch.zeros(numel), new_state(numel, FP32, form)
+    param, state = torch.zeros(numel), new_state(numel, FP32, format)
     exact = torch.zeros(numel, dtype=torch.float64)
     random = torch.Generator().manual_seed(0)
     scalars = scalars_of(lr=0.0, betas=(0.9, beta2))
@@ -481,18 +481,18 @@ def test_bf16_second_moments_stall_unless_they_are_rounded_stochastically() -> N
     assert second_moment_error(LOG8, 0.999) < 0.02
 
 
-NARROW = pytest.mark.parametrize("forms", [(ROOT8, LOG8), (ROOT8, BF16_STOCHASTIC)], ids=["8-bit", "8-bit-bf16"])
+NARROW = pytest.mark.parametrize("formats", [(ROOT8, LOG8), (ROOT8, BF16_STOCHASTIC)], ids=["8-bit", "8-bit-bf16"])
 
 
 @NARROW
 @pytest.mark.parametrize(("beta2", "eps"), [(0.95, 1e-15), (0.999, 1e-8)])
 def test_updates_stay_bounded_where_gradients_end_or_differ_by_decades(
-    forms: tuple[Form, Form], beta2: float, eps: float
+    formats: tuple[Format, Format], beta2: float, eps: float
 ) -> None:
     """Rows seen once, features that die beside others that live, and one in 128 gradients 10,000 times as large."""
     numel = 16 * SCALE_BLOCK
     random = torch.Generator().manual_seed(0)
-    param, state, before = torch.zeros(numel), new_state(numel, *forms), torch.zeros(numel)
+    param, state, before = torch.zeros(numel), new_state(numel, *formats), torch.zeros(numel)
     worst = 0.0
     for step in range(1, 201):
         grad = torch.randn(numel, generator=random) * 1e-4
@@ -515,11 +515,11 @@ def test_updates_stay_bounded_where_gradients_end_or_differ_by_decades(
 # -- blocks and threads ----------------------------------------------------------------------------------------------
 
 
-def run_steps(numel: int, forms: tuple[Form, Form, Form | None], seed: int) -> list[torch.Tensor]:
+def run_steps(numel: int, formats: tuple[Format, Format, Format | None], seed: int) -> list[torch.Tensor]:
     """Parameter and state after three steps, as stored."""
-    dtype = torch.bfloat16 if forms[2] is REMAINDER else torch.float32
+    dtype = torch.bfloat16 if formats[2] is REMAINDER else torch.float32
     param = random_params(numel, dtype)
-    state = new_state(numel, *forms)
+    state = new_state(numel, *formats)
     for step in range(1, 4):
         adam_step_(param, random_grads(numel, torch.float32, seed + step), state, scalars_of(step))
         state = started(state)
@@ -535,15 +535,17 @@ def same_bits(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    "forms",
+    "formats",
     [(FP32, FP32, None), (FP16, FP16_NONZERO, REMAINDER), (ROOT8, LOG8, REMAINDER)],
     ids=["fp32", "scaled", "8-bit"],
 )
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 3 * 256 + 17])
-def test_blocks_do_not_show(forms: tuple[Form, Form, Form | None], numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run_steps(numel, forms, seed=0)
+def test_blocks_do_not_show(
+    formats: tuple[Format, Format, Format | None], numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run_steps(numel, formats, seed=0)
     monkeypatch.setattr(reference, "BLOCK_NUMEL", 256)
-    assert same_bits(run_steps(numel, forms, seed=0), whole)
+    assert same_bits(run_steps(numel, formats, seed=0), whole)
 
 
 def test_more_than_one_block_of_the_real_size() -> None:

@@ -23,7 +23,7 @@ from fused_offload.kernels.formats import (
     LOG8,
     ROOT8,
     SCALE_BLOCK,
-    Form,
+    Format,
     Rounding,
     Stored,
     decode,
@@ -48,7 +48,7 @@ SEQUENCES: dict[str, Callable[[int], list[float]]] = {
     "sine": lambda steps: [0.3 + 0.2 * math.sin(step) for step in range(1, steps + 1)],
     "random walk": random_walk,
 }
-FORMS = {"bf16": (BF16_STOCHASTIC, BF16_STOCHASTIC), "8-bit": (ROOT8, LOG8)}
+FORMATS = {"bf16": (BF16_STOCHASTIC, BF16_STOCHASTIC), "8-bit": (ROOT8, LOG8)}
 COUNTER = rounding_counter(3, 2**32 - 1536)  # the lower half of the offset overflows among the elements
 
 
@@ -77,9 +77,9 @@ def by_kernel(numerics: str) -> Callable[[Step], None]:
     return launch
 
 
-def stored_empty(form: Form, numel: int, device: str) -> Stored:
-    scale = torch.empty(-(-numel // SCALE_BLOCK), device=device) if form.scaled else None
-    return Stored(form, torch.empty(numel, dtype=form.dtype, device=device), scale)
+def stored_empty(format: Format, numel: int, device: str) -> Stored:
+    scale = torch.empty(-(-numel // SCALE_BLOCK), device=device) if format.scaled else None
+    return Stored(format, torch.empty(numel, dtype=format.dtype, device=device), scale)
 
 
 def amplitudes(numel: int) -> torch.Tensor:
@@ -109,7 +109,7 @@ class Bias(NamedTuple):
 
 def biases(
     take_step: Callable[[Step], None],
-    forms: tuple[Form, Form],
+    formats: tuple[Format, Format],
     sequence: str,
     beta: float,
     *,
@@ -120,7 +120,7 @@ def biases(
     """Both moments of a run at some steps; both decay by ``beta``."""
     amplitude = amplitudes(numel)
     param = torch.zeros(numel, device=device)
-    state = AdamState(*(stored_empty(form, numel, device) for form in forms), None, init_moments=True)
+    state = AdamState(*(stored_empty(format, numel, device) for format in formats), None, init_moments=True)
     exact = [0.0, 0.0]
     for number, value in enumerate(SEQUENCES[sequence](max(snapshots)), start=1):
         scalars = adam_scalars(
@@ -140,42 +140,42 @@ def biases(
             yield Bias(f"{('exp_avg', 'exp_avg_sq')[moment]} after {number} steps", float(values.mean()), error)
 
 
-def relative_limit(forms: str) -> float:
-    return 2e-4 if forms == "bf16" else math.inf
+def relative_limit(formats: str) -> float:
+    return 2e-4 if formats == "bf16" else math.inf
 
 
-PRODUCT = list(itertools.product(FORMS, SEQUENCES, BETAS))
+PRODUCT = list(itertools.product(FORMATS, SEQUENCES, BETAS))
 
 
 @pytest.mark.parametrize("beta", [0.9, 0.999])
 @pytest.mark.parametrize("sequence", ["cycle of 7", "sine"])
-@pytest.mark.parametrize("forms", FORMS)
-def test_moments_are_right_on_average(forms: str, sequence: str, beta: float) -> None:
-    for bias in biases(by_reference, FORMS[forms], sequence, beta, numel=6 * 1024, snapshots=(60, 150)):
+@pytest.mark.parametrize("formats", FORMATS)
+def test_moments_are_right_on_average(formats: str, sequence: str, beta: float) -> None:
+    for bias in biases(by_reference, FORMATS[formats], sequence, beta, numel=6 * 1024, snapshots=(60, 150)):
         bias.check()
 
 
 @pytest.mark.large
-@pytest.mark.parametrize(("forms", "sequence", "beta"), PRODUCT)
-def test_moments_are_right_on_average_whatever_the_sequence(forms: str, sequence: str, beta: float) -> None:
-    for bias in biases(by_reference, FORMS[forms], sequence, beta, numel=100_000):
-        bias.check(relative_limit(forms))
+@pytest.mark.parametrize(("formats", "sequence", "beta"), PRODUCT)
+def test_moments_are_right_on_average_whatever_the_sequence(formats: str, sequence: str, beta: float) -> None:
+    for bias in biases(by_reference, FORMATS[formats], sequence, beta, numel=100_000):
+        bias.check(relative_limit(formats))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel runs on the GPU")
-@pytest.mark.parametrize(("forms", "steps"), [("bf16", 60), ("8-bit", 30)])
-def test_interpreted_moments_are_right_on_average(forms: str, steps: int) -> None:
-    for bias in biases(by_kernel("ieee"), FORMS[forms], "cycle of 7", 0.9, numel=1024, snapshots=(steps,)):
+@pytest.mark.parametrize(("formats", "steps"), [("bf16", 60), ("8-bit", 30)])
+def test_interpreted_moments_are_right_on_average(formats: str, steps: int) -> None:
+    for bias in biases(by_kernel("ieee"), FORMATS[formats], "cycle of 7", 0.9, numel=1024, snapshots=(steps,)):
         bias.check()
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("numerics", ["ieee", "te"])
-@pytest.mark.parametrize(("forms", "sequence", "beta"), PRODUCT)
-def test_moments_on_a_gpu_are_right_on_average(forms: str, sequence: str, beta: float, numerics: str) -> None:
+@pytest.mark.parametrize(("formats", "sequence", "beta"), PRODUCT)
+def test_moments_on_a_gpu_are_right_on_average(formats: str, sequence: str, beta: float, numerics: str) -> None:
     launch = by_kernel(numerics)
-    for bias in biases(launch, FORMS[forms], sequence, beta, numel=100_000, device="cuda"):
-        bias.check(relative_limit(forms))
+    for bias in biases(launch, FORMATS[formats], sequence, beta, numel=100_000, device="cuda"):
+        bias.check(relative_limit(formats))
 
 
 # -- thresholds ------------------------------------------------------------------------------------------------------

@@ -101,10 +101,10 @@ class Device:
         optimizer.step()
 
 
-def make(params: Any, *, depth: int = 2, forms: Any = None, **options: Any) -> FusedOffloadAdam:
+def make(params: Any, *, depth: int = 2, formats: Any = None, **options: Any) -> FusedOffloadAdam:
     staging = {} if "transport" in options else {"chunk_bytes": CHUNK_BYTES, "depth": depth}
     config = OffloadConfig(**{**staging, **options})
-    return FusedOffloadAdam(params, weight_decay=0.1, offload=config, **(forms or {}))
+    return FusedOffloadAdam(params, weight_decay=0.1, offload=config, **(formats or {}))
 
 
 def streamed(device: Device) -> list[Snapshot]:
@@ -126,7 +126,7 @@ def deep_ring(device: Device) -> list[Snapshot]:
 
 def resident(device: Device) -> list[Snapshot]:
     """State that stays on the device, read in between on another stream than the step's."""
-    optimizer = make(device.params(), fraction=0.5, forms={"master_weights": True})
+    optimizer = make(device.params(), fraction=0.5, formats={"master_weights": True})
     seen = []
     for _ in range(3):
         device.step(optimizer)
@@ -259,7 +259,7 @@ def zero_copy(device: Device) -> list[Snapshot]:
 
 def skipped(device: Device) -> list[Snapshot]:
     """Steps of which the device alone knows that they are skipped, more of them than the host may be ahead."""
-    optimizer = make(device.params(), forms={"master_weights": True})
+    optimizer = make(device.params(), formats={"master_weights": True})
     seen = []
     for number in range(8):
         optimizer.grad_scale = device.signal(2.0**number)  # type: ignore[attr-defined]

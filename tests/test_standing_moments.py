@@ -10,7 +10,7 @@ import torch
 
 from fused_offload import FusedOffloadAdam
 from fused_offload.kernels.formats import SCALE_BLOCK, Stored, decode, encode_
-from fused_offload.rules.arguments import moment_forms, standing_average
+from fused_offload.rules.arguments import moment_formats, standing_average
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)
 
@@ -24,16 +24,16 @@ def optimizer(betas: tuple[float, float] = (0.9, 0.999), **arguments: Any) -> Fu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_warns_exactly_where_a_decay_is_rounded_away(dtype: torch.dtype, moment: str, beta: float) -> None:
     dtypes = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, moment: dtype}
-    forms = moment_forms(dtypes["exp_avg"], dtypes["exp_avg_sq"], stochastic_rounding=False)
+    formats = moment_formats(dtypes["exp_avg"], dtypes["exp_avg_sq"], stochastic_rounding=False)
     betas = (beta, 0.5) if moment == "exp_avg" else (0.5, beta)
-    form = forms[moment]
+    format = formats[moment]
     # Just above a power of two, where numbers are farthest apart.
     start = torch.ones(SCALE_BLOCK) * (1 + (torch.finfo(dtype).eps if dtype.is_floating_point else 0))
-    stored = Stored(form, torch.empty(SCALE_BLOCK, dtype=dtype), torch.empty(1) if form.scaled else None)
+    stored = Stored(format, torch.empty(SCALE_BLOCK, dtype=dtype), torch.empty(1) if format.scaled else None)
     encode_(stored, start * beta)
     stands = torch.equal(decode(stored), start)
-    message = standing_average(dict(zip(("exp_avg", "exp_avg_sq"), betas, strict=True)), forms)
-    assert (message is not None) == (stands and not form.stochastic)
+    message = standing_average(dict(zip(("exp_avg", "exp_avg_sq"), betas, strict=True)), formats)
+    assert (message is not None) == (stands and not format.stochastic)
     assert message is None or message.startswith(f"{moment} in {dtype} is rounded to the nearest and stands still")
 
 

@@ -23,7 +23,7 @@ HYPERPARAMETERS = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.03}
 SHAPES = [(5,), (3, 43), (300,)]
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-FORMS: dict[str, dict[str, Any]] = {
+FORMATS: dict[str, dict[str, Any]] = {
     "fp32": {"master_weights": True},
     "remainder": {"master_weights": True, "store_param_remainders": True, "exp_avg_sq_dtype": torch.bfloat16},
     "fp16": {
@@ -40,7 +40,7 @@ FORMS: dict[str, dict[str, Any]] = {
     },
 }
 SCALED = ("fp16", "uint8")
-each_form = pytest.mark.parametrize("form", FORMS)
+each_format = pytest.mark.parametrize("format", FORMATS)
 
 
 @pytest.fixture
@@ -74,9 +74,9 @@ def make_params(device: torch.device, dtype: torch.dtype = torch.bfloat16, seed:
     return [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device, dtype)) for shape in SHAPES]
 
 
-def make(device: torch.device, form: str, steps: int = 2, **kwargs: Any) -> tuple[list[Any], FusedOffloadAdam]:
+def make(device: torch.device, format: str, steps: int = 2, **kwargs: Any) -> tuple[list[Any], FusedOffloadAdam]:
     params = make_params(device)
-    optimizer = FusedOffloadAdam(params, **{**HYPERPARAMETERS, **FORMS[form], **kwargs})
+    optimizer = FusedOffloadAdam(params, **{**HYPERPARAMETERS, **FORMATS[format], **kwargs})
     train(optimizer, params, range(steps))
     return params, optimizer
 
@@ -196,9 +196,9 @@ def test_copies_of_the_mapping_are_plain_dicts(device: torch.device) -> None:
         assert all(copied[param] is optimizer.state[param] for param in params)
 
 
-@each_form
-def test_deep_copies_and_pickles(device: torch.device, form: str) -> None:
-    params, optimizer = make(device, form)
+@each_format
+def test_deep_copies_and_pickles(device: torch.device, format: str) -> None:
+    params, optimizer = make(device, format)
     copies = [copy.deepcopy(optimizer.state), pickle.loads(pickle.dumps(optimizer.state))]
     for copied in copies:
         assert type(copied) is dict
@@ -222,11 +222,11 @@ def test_deep_copies_and_pickles_take_what_they_hold(device: torch.device) -> No
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
-@each_form
-def test_a_value_by_itself_takes_its_own_bytes(device: torch.device, form: str, fraction: float) -> None:
+@each_format
+def test_a_value_by_itself_takes_its_own_bytes(device: torch.device, format: str, fraction: float) -> None:
     """In files, pickles and copies, also where it is one of many that lie together."""
     params = [torch.nn.Parameter(torch.randn(1024, device=device).bfloat16()) for _ in range(20)]
-    optimizer = FusedOffloadAdam(params, **FORMS[form], offload=OffloadConfig(fraction=fraction))
+    optimizer = FusedOffloadAdam(params, **FORMATS[format], offload=OffloadConfig(fraction=fraction))
     train(optimizer, params, range(1))
     for state in (optimizer.state_dict()["state"], dict(enumerate(optimizer.state.values()))):
         for value in state[3].values():
@@ -266,10 +266,10 @@ def test_values_are_shaped_like_their_parameter(device: torch.device) -> None:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-@each_form
-def test_its_own_view_may_be_written_back(device: torch.device, form: str) -> None:
-    params, optimizer = make(device, form)
-    twins, undisturbed = make(device, form)
+@each_format
+def test_its_own_view_may_be_written_back(device: torch.device, format: str) -> None:
+    params, optimizer = make(device, format)
+    twins, undisturbed = make(device, format)
     for param in params:
         for key in list(optimizer.state[param]):
             view = optimizer.state[param][key]
@@ -322,12 +322,12 @@ def test_a_square_view_may_be_written_back_transposed(device: torch.device) -> N
     assert_same_bits(entry["exp_avg"], expected.t()[:1].expand(6, 6))
 
 
-@each_form
-def test_written_values_are_used(device: torch.device, form: str) -> None:
+@each_format
+def test_written_values_are_used(device: torch.device, format: str) -> None:
     """State written by hand is as good as state that was trained."""
-    params, optimizer = make(device, form)
+    params, optimizer = make(device, format)
     twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    written = FusedOffloadAdam(twins, **HYPERPARAMETERS, **FORMS[form])
+    written = FusedOffloadAdam(twins, **HYPERPARAMETERS, **FORMATS[format])
     for param, twin in zip(params, twins, strict=True):
         for key in optimizer.state[param]:
             written.state[twin][key] = optimizer.get_unscaled_state(param, key).clone()
@@ -378,7 +378,7 @@ def test_a_master_is_not_taken_for_a_remainder(device: torch.device) -> None:
 
 
 def test_raw_elements_need_scales(device: torch.device) -> None:
-    """Elements of a block-scaled form mean nothing without the scales that they were written with."""
+    """Elements of a block-scaled format mean nothing without the scales that they were written with."""
     params, optimizer = make(device, "fp16", steps=0)
     entry = optimizer.state[params[0]]
     entry["exp_avg"] = torch.zeros(5, dtype=torch.float16)
@@ -436,12 +436,12 @@ def test_keys_stay_together(device: torch.device) -> None:
     assert set(entry) == {"exp_avg", "exp_avg_sq", "master_param"}
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "uint8"])  # whose elements are no numbers
-def test_writes_into_views_are_honoured(device: torch.device, form: str) -> None:
-    params, optimizer = make(device, form)
-    twins, other = make(device, form)
+@pytest.mark.parametrize("format", [format for format in FORMATS if format != "uint8"])  # whose elements are no numbers
+def test_writes_into_views_are_honoured(device: torch.device, format: str) -> None:
+    params, optimizer = make(device, format)
+    twins, other = make(device, format)
     for param, twin in zip(params, twins, strict=True):
-        optimizer.state[param]["exp_avg"].mul_(0.5)  # a power of two: exact in every form
+        optimizer.state[param]["exp_avg"].mul_(0.5)  # a power of two: exact in every format
         other.set_scaled_state(twin, "exp_avg", other.get_unscaled_state(twin, "exp_avg") * 0.5)
     assert_same_training(optimizer, params, other, twins)
 
@@ -488,12 +488,12 @@ def test_masters_written_into_views_are_used(device: torch.device) -> None:
     assert (param == 1).all()
 
 
-@each_form
+@each_format
 @pytest.mark.parametrize("where", ["device", "cpu"])
-def test_views_that_were_moved_come_home(device: torch.device, form: str, where: str) -> None:
+def test_views_that_were_moved_come_home(device: torch.device, format: str, where: str) -> None:
     """Code that frees GPU memory between phases moves state with ``tensor.data = ...``, or writes copies back."""
-    params, optimizer = make(device, form)
-    twins, undisturbed = make(device, form)
+    params, optimizer = make(device, format)
+    twins, undisturbed = make(device, format)
     target = device if where == "device" else torch.device("cpu")
     homes = [[view.data_ptr() for view in optimizer.state[param].values()] for param in params]
     for param in params[:2]:
@@ -584,13 +584,13 @@ MOVES: dict[str, Callable[[StateMapping, Any, Any], None]] = {
 }
 
 
-@each_form
+@each_format
 @pytest.mark.parametrize("move", MOVES)
-def test_an_entry_moves_with_all_that_belongs_to_it(device: torch.device, form: str, move: str) -> None:
-    params, optimizer = make(device, form)
-    twins, undisturbed = make(device, form)
+def test_an_entry_moves_with_all_that_belongs_to_it(device: torch.device, format: str, move: str) -> None:
+    params, optimizer = make(device, format)
+    twins, undisturbed = make(device, format)
     old, new = params[1], torch.nn.Parameter(params[1].detach().clone())
-    if move == "plain dict" and form in SCALED:
+    if move == "plain dict" and format in SCALED:
         with pytest.raises(ValueError, match="no scales yet"):  # they are not in the dict: better no value than another
             MOVES[move](optimizer.state, old, new)
         return
@@ -614,10 +614,10 @@ def test_a_moved_entry_keeps_its_memory(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 2])
-@pytest.mark.parametrize("form", ["fp32", "fp16", "remainder"])
-def test_an_entry_moves_to_a_parameter_of_other_strides(device: torch.device, form: str, steps: int) -> None:
-    params, optimizer = make(device, form, steps=steps)
-    twins, undisturbed = make(device, form, steps=steps)
+@pytest.mark.parametrize("format", ["fp32", "fp16", "remainder"])
+def test_an_entry_moves_to_a_parameter_of_other_strides(device: torch.device, format: str, steps: int) -> None:
+    params, optimizer = make(device, format, steps=steps)
+    twins, undisturbed = make(device, format, steps=steps)
     for param in params:
         optimizer.initialize_state(param)
     old = params[1]
@@ -626,7 +626,7 @@ def test_an_entry_moves_to_a_parameter_of_other_strides(device: torch.device, fo
     optimizer.state[new] = optimizer.state.pop(old)
     replace(optimizer, old, new)
     params[1] = new
-    if form == "fp16" and steps:  # blocks of other elements share a scale now: near, not the same
+    if format == "fp16" and steps:  # blocks of other elements share a scale now: near, not the same
         for key in MOMENTS:
             torch.testing.assert_close(
                 optimizer.get_unscaled_state(new, key), undisturbed.get_unscaled_state(twins[1], key), rtol=1e-3, atol=0
@@ -638,7 +638,7 @@ def test_an_entry_moves_to_a_parameter_of_other_strides(device: torch.device, fo
         train(undisturbed, twins, range(steps, steps + 1))
         for one, other in zip(params, twins, strict=True):
             assert_same_bits(one, other)
-        if form != "fp16":
+        if format != "fp16":
             assert_same_training(optimizer, params, undisturbed, twins)
 
 
@@ -655,11 +655,11 @@ def test_a_moved_entry_without_masters_takes_the_new_parameter(device: torch.dev
     assert_same_bits(new, weights)
 
 
-@each_form
-def test_state_of_another_optimizer_is_copied(device: torch.device, form: str) -> None:
-    params, optimizer = make(device, form)
+@each_format
+def test_state_of_another_optimizer_is_copied(device: torch.device, format: str) -> None:
+    params, optimizer = make(device, format)
     twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    other = FusedOffloadAdam(twins, **HYPERPARAMETERS, **FORMS[form])
+    other = FusedOffloadAdam(twins, **HYPERPARAMETERS, **FORMATS[format])
     other.state = {twin: optimizer.state[param] for param, twin in zip(params, twins, strict=True)}
     other.param_groups[0]["step"] = 2
     for param, twin in zip(params, twins, strict=True):
@@ -771,17 +771,17 @@ RESETS: dict[str, Callable[[FusedOffloadAdam], Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", ["fp32", "uint8"])
+@pytest.mark.parametrize("format", ["fp32", "uint8"])
 @pytest.mark.parametrize("saved", [False, True])
 @pytest.mark.parametrize("reset", RESETS)
-def test_state_that_is_dropped_starts_over(device: torch.device, form: str, reset: str, saved: bool) -> None:
+def test_state_that_is_dropped_starts_over(device: torch.device, format: str, reset: str, saved: bool) -> None:
     """With the step count of its group: the first update has the size of the first."""
-    params, optimizer = make(device, form, steps=5)
+    params, optimizer = make(device, format, steps=5)
     RESETS[reset](optimizer)
     assert not any(entry for entry in optimizer.state.values())
     assert optimizer.state_dict()["state"] == {}
     twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    fresh = FusedOffloadAdam(twins, **HYPERPARAMETERS, **FORMS[form])
+    fresh = FusedOffloadAdam(twins, **HYPERPARAMETERS, **FORMATS[format])
     if saved:
         fresh.load_state_dict(optimizer.state_dict())
     train(optimizer, params, range(2))
@@ -906,17 +906,17 @@ def test_state_of_a_shape_that_its_parameter_has_not(device: torch.device, kind:
     assert_same_training(optimizer, params, undisturbed, twins)
 
 
-@pytest.mark.parametrize("form", SCALED)
-def test_elements_beside_scales_are_not_taken_for_values(device: torch.device, form: str) -> None:
-    params, optimizer = make(device, form)
+@pytest.mark.parametrize("format", SCALED)
+def test_elements_beside_scales_are_not_taken_for_values(device: torch.device, format: str) -> None:
+    params, optimizer = make(device, format)
     entry = optimizer.state[params[1]]
     with unchanged(optimizer), pytest.raises((ValueError, TypeError), match=r"beside their scales only"):
         entry["exp_avg"] = entry["exp_avg"][:2]
 
 
-@each_form
-def test_a_dict_takes_the_place_of_what_was_there(device: torch.device, form: str) -> None:
-    params, optimizer = make(device, form)
+@each_format
+def test_a_dict_takes_the_place_of_what_was_there(device: torch.device, format: str) -> None:
+    params, optimizer = make(device, format)
     values = torch.full(params[1].shape, 0.5)
     optimizer.state[params[1]] = {"exp_avg": values}
     assert_same_bits(optimizer.get_unscaled_state(params[1], "exp_avg"), values)
@@ -933,11 +933,11 @@ def test_what_is_no_dict_is_no_state(device: torch.device) -> None:
         optimizer.state[params[0]] = 5
 
 
-@each_form
-def test_moments_that_a_load_resets_are_zero(device: torch.device, form: str) -> None:
+@each_format
+def test_moments_that_a_load_resets_are_zero(device: torch.device, format: str) -> None:
     """Also for who reads them before a step writes them."""
-    params, optimizer = make(device, form)
-    fresh = FusedOffloadAdam(make_params(device), **FORMS[form])
+    params, optimizer = make(device, format)
+    fresh = FusedOffloadAdam(make_params(device), **FORMATS[format])
     optimizer.load_state_dict(fresh.state_dict())
     for key in MOMENTS:
         assert not optimizer.get_unscaled_state(params[1], key).any()
@@ -977,18 +977,18 @@ def test_zeros_written_before_the_first_step(device: torch.device) -> None:
     with torch.no_grad():
         for param, weight in zip(params, weights, strict=True):
             param.copy_(weight)
-    fresh = FusedOffloadAdam(weights, **HYPERPARAMETERS, **FORMS["fp32"])
+    fresh = FusedOffloadAdam(weights, **HYPERPARAMETERS, **FORMATS["fp32"])
     train(optimizer, params, range(2))
     train(fresh, weights, range(2))
     assert_same_training(optimizer, params, fresh, weights)
 
 
-@each_form
+@each_format
 @pytest.mark.parametrize("arguments", [(), (None,), "kept"])
-def test_initialize_state(device: torch.device, form: str, arguments: Any) -> None:
-    params, optimizer = make(device, form, steps=0)
+def test_initialize_state(device: torch.device, format: str, arguments: Any) -> None:
+    params, optimizer = make(device, format, steps=0)
     if arguments == "kept":
-        arguments = ("store_param_remainders" in FORMS[form],)
+        arguments = ("store_param_remainders" in FORMATS[format],)
     for param in params:
         optimizer.initialize_state(param, *arguments)
         optimizer.initialize_state(param, *arguments)  # the second time does nothing
@@ -996,11 +996,11 @@ def test_initialize_state(device: torch.device, form: str, arguments: Any) -> No
         assert set(optimizer.state[param]) == {"exp_avg", "exp_avg_sq", "master_param"}
         assert not optimizer.get_unscaled_state(param, "exp_avg").any()
         master = optimizer.get_unscaled_state(param, "master_param")
-        if "store_param_remainders" in FORMS[form]:
+        if "store_param_remainders" in FORMATS[format]:
             assert not master.any()
         else:
             assert_same_bits(master, param.float())
-    twins, fresh = make(device, form, steps=0)
+    twins, fresh = make(device, format, steps=0)
     train(optimizer, params, range(2))
     train(fresh, twins, range(2))
     assert_same_training(optimizer, params, fresh, twins)
@@ -1039,10 +1039,10 @@ UNSCALED = {
 }
 
 
-@pytest.mark.parametrize(("form", "key"), UNSCALED)
-def test_get_unscaled_state(device: torch.device, form: str, key: str) -> None:
-    dtype, live = UNSCALED[form, key]
-    params, optimizer = make(device, form)
+@pytest.mark.parametrize(("format", "key"), UNSCALED)
+def test_get_unscaled_state(device: torch.device, format: str, key: str) -> None:
+    dtype, live = UNSCALED[format, key]
+    params, optimizer = make(device, format)
     for param in params:
         raw = optimizer.state[param][key]
         found = optimizer.get_unscaled_state(param, key)
@@ -1065,16 +1065,16 @@ def test_get_unscaled_state_of_nothing(device: torch.device) -> None:
         optimizer.get_unscaled_state(params[0], "step")
 
 
-@each_form
-def test_set_scaled_state(device: torch.device, form: str) -> None:
-    params, optimizer = make(device, form, steps=0)
+@each_format
+def test_set_scaled_state(device: torch.device, format: str) -> None:
+    params, optimizer = make(device, format, steps=0)
     values = torch.rand(3, 43) + 0.5
     for key in MOMENTS:
         optimizer.set_scaled_state(params[1], key, values.to(device))
     found = optimizer.get_unscaled_state(params[1], "exp_avg")
-    if form == "fp16":
+    if format == "fp16":
         torch.testing.assert_close(found, values, rtol=2.0**-11, atol=0)
-    elif form == "uint8":  # half of the largest step, from (126 / 127)**4 to 1 of a largest value of 1.5
+    elif format == "uint8":  # half of the largest step, from (126 / 127)**4 to 1 of a largest value of 1.5
         torch.testing.assert_close(found, values, rtol=0, atol=1.5 * 2 / 127)
     else:
         assert_same_bits(found, values)
@@ -1084,7 +1084,7 @@ def test_set_scaled_state(device: torch.device, form: str) -> None:
         optimizer.set_scaled_state(params[1], "exp_avg", torch.zeros(129))
     with pytest.raises(KeyError, match="max_exp_avg_sq"):
         optimizer.set_scaled_state(params[1], "max_exp_avg_sq", values)
-    if "store_param_remainders" in FORMS[form]:
+    if "store_param_remainders" in FORMATS[format]:
         with pytest.raises(TypeError, match=r"torch\.int16, but got torch\.float32"):
             optimizer.set_scaled_state(params[1], "master_param", values)
     else:
@@ -1104,7 +1104,7 @@ def test_a_template_that_was_filled_is_taken(device: torch.device) -> None:
     """A checkpoint reader fills the tensors of get_unscaled_state, then hands the same tensors to set_scaled_state."""
     params, optimizer = make(device, "fp32")
     twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
-    loaded = FusedOffloadAdam(twins, **HYPERPARAMETERS, **FORMS["fp32"])
+    loaded = FusedOffloadAdam(twins, **HYPERPARAMETERS, **FORMATS["fp32"])
     for param, twin in zip(params, twins, strict=True):
         loaded.initialize_state(twin)
         for key in optimizer.state[param]:
@@ -1132,10 +1132,10 @@ TOUCHES: dict[str, Callable[[FusedOffloadAdam, list[Any]], Any]] = {
 }
 
 
-@each_form
+@each_format
 @pytest.mark.parametrize("touch", TOUCHES)
-def test_weights_loaded_before_the_first_step_are_kept(device: torch.device, form: str, touch: str) -> None:
-    params, optimizer = make(device, form, steps=0)
+def test_weights_loaded_before_the_first_step_are_kept(device: torch.device, format: str, touch: str) -> None:
+    params, optimizer = make(device, format, steps=0)
     if touch != "nothing":
         TOUCHES["initialize_state"](optimizer, params)
     TOUCHES[touch](optimizer, params)
@@ -1259,18 +1259,18 @@ def test_reloading_keeps_unset_masters_unset(device: torch.device) -> None:
         assert_same_bits(param, weight)
 
 
-@each_form
-def test_storage_that_was_moved_as_a_whole_comes_home(device: torch.device, form: str) -> None:
+@each_format
+def test_storage_that_was_moved_as_a_whole_comes_home(device: torch.device, format: str) -> None:
     """Sending a view to another process moves its storage into shared memory; steps lose neither it nor its scales."""
-    params, optimizer = make(device, form)
-    twins, reference = make(device, form)
+    params, optimizer = make(device, format)
+    twins, reference = make(device, format)
     views = list(optimizer.state[params[1]].values())
     addresses = [view.data_ptr() for view in views]
     for view in views:
         view.share_memory_()
     if torch.device("cpu") in {view.device for view in views}:
         assert all(view.data_ptr() != address for view, address in zip(views, addresses, strict=True))
-    if form != "uint8":  # whose elements are no numbers
+    if format != "uint8":  # whose elements are no numbers
         for entry in (optimizer.state[params[1]], reference.state[twins[1]]):
             entry["exp_avg"].mul_(0.5)
     train(optimizer, params, range(2, 3))

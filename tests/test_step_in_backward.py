@@ -24,7 +24,7 @@ from fused_offload.step.stepper import Stepper
 device = helpers.device
 
 WIDTH = 40
-FORMS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+FORMATS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "plain": (torch.float32, {}),
     "remainders": (torch.bfloat16, {"master_weights": True, "store_param_remainders": True}),
     "narrow": (
@@ -97,10 +97,10 @@ def refused(words: str, function: Callable[..., Any], *arguments: Any) -> None:
 
 
 @pytest.mark.parametrize("part_bytes", [1, 7000, 10**9])
-@pytest.mark.parametrize("forms", FORMS)
-def test_same_bits(device: str, forms: str, part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("formats", FORMATS)
+def test_same_bits(device: str, formats: str, part_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_step, "PART_BYTES", part_bytes)
-    dtype, arguments = FORMS[forms]
+    dtype, arguments = FORMATS[formats]
     results = []
     for steps_in_backward in (False, True):
         model = net(device, dtype)

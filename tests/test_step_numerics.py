@@ -348,7 +348,7 @@ def test_remainder_is_the_low_half_of_the_fp32_master(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_params_come_from_the_unrounded_master(device: str, dtype: torch.dtype) -> None:
-    """The first step starts from the same numbers whatever the stored forms, so it ends in the same parameter."""
+    """The first step starts from the same numbers whatever the stored formats, so it ends in the same parameter."""
     values, grad = randn(1000, 16, device, dtype), randn(1000, 17, device, dtype)
     found = []
     for master, moment in [(None, torch.float32), (torch.float32, torch.float32), (torch.float16, torch.bfloat16)]:

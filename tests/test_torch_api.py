@@ -24,7 +24,7 @@ import pytest
 import torch
 from helpers import (
     DTYPES,
-    FormsCase,
+    FormatsCase,
     Oracle,
     assert_same_bits,
     bits,
@@ -47,7 +47,7 @@ from fused_offload.params.dense import addresses_of
 
 device = helpers.device
 
-FP32 = FormsCase()
+FP32 = FormatsCase()
 
 
 def make(
@@ -91,7 +91,7 @@ def test_is_an_optimizer(device: str) -> None:
     assert "lr: 0.01" in repr(optimizer)
 
 
-def test_repr_names_stored_forms_and_offload(device: str) -> None:
+def test_repr_names_stored_formats_and_offload(device: str) -> None:
     param = nn.Parameter(torch.ones(3, device=device))
     plain = FusedOffloadAdam([param], exp_avg_sq_dtype=torch.bfloat16)
     assert "exp_avg: torch.float32\nexp_avg_sq: torch.bfloat16\nnumerics: ieee\n" in repr(plain)
@@ -705,12 +705,12 @@ def test_params_replaced_in_the_groups(device: str, how: str, when: str) -> None
     assert set(optimizer.state_dict()["state"]) == {0, 1}
 
 
-@pytest.mark.parametrize("forms", [FP32, FormsCase(torch.float16, torch.float16, "fp16")], ids=["fp32", "fp16"])
-def test_state_moves_with_a_replaced_param(device: str, forms: FormsCase) -> None:
+@pytest.mark.parametrize("formats", [FP32, FormatsCase(torch.float16, torch.float16, "fp16")], ids=["fp32", "fp16"])
+def test_state_moves_with_a_replaced_param(device: str, formats: FormatsCase) -> None:
     """``state[new] = state.pop(old)``, as torch's own users do it: training goes on as if nothing happened."""
     params = [param_of(randn(size, index, device)) for index, size in enumerate((300, 5))]
-    optimizer = FusedOffloadAdam(params, lr=1e-2, **forms.arguments())
-    oracles = [Oracle(param, forms) for param in params]
+    optimizer = FusedOffloadAdam(params, lr=1e-2, **formats.arguments())
+    oracles = [Oracle(param, formats) for param in params]
     for step in range(1, 7):
         if step == 4:
             clones = [param_of(param.detach()) for param in params]
@@ -872,10 +872,10 @@ GAPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "forms", [FormsCase(), FormsCase(torch.uint8, torch.uint8, "remainder")], ids=["fp32", "uint8"]
+    "formats", [FormatsCase(), FormatsCase(torch.uint8, torch.uint8, "remainder")], ids=["fp32", "uint8"]
 )
 @pytest.mark.parametrize("gaps", GAPS)
-def test_params_with_gaps_in_memory(device: str, gaps: str, forms: FormsCase, dtype: torch.dtype) -> None:
+def test_params_with_gaps_in_memory(device: str, gaps: str, formats: FormatsCase, dtype: torch.dtype) -> None:
     """Stepped, saved, loaded and reloaded as without gaps, bit for bit; the memory between their elements stays."""
     memory = randn(100, 0, device, dtype)
     with_gaps = GAPS[gaps](memory).requires_grad_()
@@ -889,7 +889,7 @@ def test_params_with_gaps_in_memory(device: str, gaps: str, forms: FormsCase, dt
     GAPS[gaps](untouched).zero_()
     before = memory[untouched].clone()
     pairs = [(with_gaps, others[0]), (plain, others[1])]
-    optimizers = [FusedOffloadAdam(pair, lr=1e-2, **forms.arguments()) for pair in pairs]
+    optimizers = [FusedOffloadAdam(pair, lr=1e-2, **formats.arguments()) for pair in pairs]
     for step in range(4):
         for (param, other), optimizer in zip(pairs, optimizers, strict=True):
             param.grad = None if step == 2 else randn(param.shape, step, device).to(dtype)
@@ -948,20 +948,20 @@ def test_conv_model_in_channels_last(device: str) -> None:
 
 @pytest.mark.parametrize("stepped", [0, 1, 3])
 @pytest.mark.parametrize(
-    ("dtype", "forms"),
+    ("dtype", "formats"),
     [
         (torch.float32, FP32),
-        (torch.bfloat16, FormsCase(master="remainder")),
-        (torch.bfloat16, FormsCase(master="fp32")),
+        (torch.bfloat16, FormatsCase(master="remainder")),
+        (torch.bfloat16, FormatsCase(master="fp32")),
     ],
     ids=["fp32", "remainder", "master"],
 )
-def test_param_changes_its_strides(device: str, dtype: torch.dtype, forms: FormsCase, stepped: int) -> None:
+def test_param_changes_its_strides(device: str, dtype: torch.dtype, formats: FormatsCase, stepped: int) -> None:
     """``model.to(memory_format=...)`` between steps, also between building the state and the first step."""
     shape = (4, 3, 5, 7)
     values = randn(shape, 1, device, dtype)
     moving, staying = param_of(values), param_of(values)
-    optimizers = [FusedOffloadAdam([param], lr=1e-2, **forms.arguments()) for param in (moving, staying)]
+    optimizers = [FusedOffloadAdam([param], lr=1e-2, **formats.arguments()) for param in (moving, staying)]
     optimizers[0].initialize_state(moving)
     for step in range(5):
         if step == stepped:
@@ -980,7 +980,7 @@ def test_param_changes_its_strides(device: str, dtype: torch.dtype, forms: Forms
 def test_param_storage_taken_away_and_brought_back(device: str, away: torch.Tensor) -> None:
     """``param.data = torch.empty(0)`` frees a model's weights for a while; the state stays whole."""
     optimizer, (param, other) = make(device, ((300,), (5,)), master_weights=True)
-    oracle = Oracle(param, FormsCase(master="fp32"))
+    oracle = Oracle(param, FormatsCase(master="fp32"))
     for step in range(1, 4):
         give_grads([param, other], step)
         optimizer.step()
@@ -1039,18 +1039,18 @@ def test_copies_are_refused(device: str, copier: Callable[[Any], Any]) -> None:
 
 
 def test_several_optimizers_in_one_process(device: str) -> None:
-    """Of different forms, chunks and modes, interleaved: none knows of the others."""
+    """Of different formats, chunks and modes, interleaved: none knows of the others."""
     cases = [
         (torch.float32, FP32, {"adam_w_mode": True}, OffloadConfig(chunk_bytes=1)),
         (torch.float32, FP32, {"adam_w_mode": False}, OffloadConfig()),
-        (torch.bfloat16, FormsCase(torch.bfloat16, torch.float16, "remainder"), {}, OffloadConfig(fraction=0.0)),
-        (torch.float16, FormsCase(torch.float16, torch.float32, "fp16"), {}, OffloadConfig(chunk_bytes=999, depth=1)),
+        (torch.bfloat16, FormatsCase(torch.bfloat16, torch.float16, "remainder"), {}, OffloadConfig(fraction=0.0)),
+        (torch.float16, FormatsCase(torch.float16, torch.float32, "fp16"), {}, OffloadConfig(chunk_bytes=999, depth=1)),
     ]
     built = []
-    for index, (dtype, forms, mode, config) in enumerate(cases):
+    for index, (dtype, formats, mode, config) in enumerate(cases):
         param = param_of(randn(1000, index, device, dtype))
-        options = {"lr": 1e-2, "weight_decay": 0.1, "offload": config, **mode, **forms.arguments()}
-        built.append((FusedOffloadAdam([param], **options), param, Oracle(param, forms)))
+        options = {"lr": 1e-2, "weight_decay": 0.1, "offload": config, **mode, **formats.arguments()}
+        built.append((FusedOffloadAdam([param], **options), param, Oracle(param, formats)))
     for step in range(1, 6):
         for optimizer, param, oracle in built:
             give_grads([param], step)
@@ -1128,14 +1128,14 @@ def test_default_dtype_does_not_matter(device: str) -> None:
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
 def test_default_device_does_not_matter(device: str, dtype: torch.dtype) -> None:
     """Models are often built under ``torch.device("meta")``, optimizers sometimes along with them."""
-    forms = FormsCase(dtype, dtype)
-    optimizer, params = make(device, **forms.arguments())
+    formats = FormatsCase(dtype, dtype)
+    optimizer, params = make(device, **formats.arguments())
     give_grads(params, 0)
     with torch.device("meta"):
         optimizer.step()
         state_dict = optimizer.state_dict()
         torch_state_dict = optimizer.torch_state_dict()
-    oracle = Oracle(param_of(randn((6, 5), 0)), forms)
+    oracle = Oracle(param_of(randn((6, 5), 0)), formats)
     oracle.step(params[0].grad, optimizer.param_groups[0], 1)
     oracle.check(optimizer, params[0], "meta default:")
     with torch.device("meta"):
@@ -1199,10 +1199,10 @@ def test_steps_in_another_thread(device: str) -> None:
 
 
 def test_scalar_params(device: str) -> None:
-    forms = FormsCase(torch.float16, torch.float16, "fp32")
+    formats = FormatsCase(torch.float16, torch.float16, "fp32")
     param = param_of(torch.tensor(1.5, device=device))
-    optimizer = FusedOffloadAdam([param], lr=1e-2, **forms.arguments())
-    oracle = Oracle(param, forms)
+    optimizer = FusedOffloadAdam([param], lr=1e-2, **formats.arguments())
+    oracle = Oracle(param, formats)
     for step in range(1, 4):
         give_grads([param], step)
         optimizer.step()

@@ -245,9 +245,9 @@ def test_a_choice_for_every_size_and_a_profile_that_is_taken(monkeypatch: pytest
     measure = pytest.importorskip("fused_offload.tuning.measure")
 
     class Steps(FakeSteps):
-        def __init__(self, numel: int, forms: dict[str, Any], *_: Any) -> None:
+        def __init__(self, numel: int, formats: dict[str, Any], *_: Any) -> None:
             super().__init__()
-            self.param_numel, self.state_bytes = numel, numel * (6 if "exp_avg_dtype" in forms else 12)
+            self.param_numel, self.state_bytes = numel, numel * (6 if "exp_avg_dtype" in formats else 12)
 
         def true_ms(self, way: Streaming) -> float:
             if way.programs is not None:
@@ -281,7 +281,7 @@ def test_compiling_and_page_locking_take_of_the_time(compile_s: float, monkeypat
     ends = []
 
     class Steps(FakeSteps):
-        def __init__(self, numel: int, forms: dict[str, Any], *_: Any) -> None:
+        def __init__(self, numel: int, formats: dict[str, Any], *_: Any) -> None:
             super().__init__(numel * 12)
             self.param_numel = numel
             clock.now += 0.5 + self.state_bytes / 4e9

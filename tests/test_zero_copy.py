@@ -22,7 +22,7 @@ from fused_offload.profiles.units import MIB
 pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
 
 SIZES = ((30, 41), (127,), (1,), (0,))
-FORMS: dict[str, dict[str, Any]] = {
+FORMATS: dict[str, dict[str, Any]] = {
     "remainder_bf16": {
         "master_weights": True,
         "store_param_remainders": True,
@@ -49,11 +49,11 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return launched
 
 
-def train(forms: str, config: OffloadConfig, *, prefetched: bool = False) -> FusedOffloadAdam:
+def train(formats: str, config: OffloadConfig, *, prefetched: bool = False) -> FusedOffloadAdam:
     """Three steps; one parameter has no gradient in one of them."""
     generator = torch.Generator().manual_seed(1)
     params = [torch.nn.Parameter(torch.randn(size, generator=generator).bfloat16()) for size in SIZES]
-    optimizer = FusedOffloadAdam(params, weight_decay=0.1, offload=config, **FORMS[forms])
+    optimizer = FusedOffloadAdam(params, weight_decay=0.1, offload=config, **FORMATS[formats])
     for step in range(3):
         for index, param in enumerate(params):
             grad = torch.randn(param.shape, generator=generator).bfloat16()
@@ -65,16 +65,16 @@ def train(forms: str, config: OffloadConfig, *, prefetched: bool = False) -> Fus
     return optimizer
 
 
-@pytest.mark.parametrize("forms", FORMS)
-def test_zero_copy_equals_resident_and_copies(forms: str, grids: list[int]) -> None:
-    resident = snapshot(train(forms, OffloadConfig(fraction=0.0)))
+@pytest.mark.parametrize("formats", FORMATS)
+def test_zero_copy_equals_resident_and_copies(formats: str, grids: list[int]) -> None:
+    resident = snapshot(train(formats, OffloadConfig(fraction=0.0)))
     grids.clear()
-    optimizer = train(forms, OffloadConfig(transport="zero_copy", zero_copy_programs=3))
+    optimizer = train(formats, OffloadConfig(transport="zero_copy", zero_copy_programs=3))
     assert grids == [3, 3, 3]  # one launch a step, of 4, 3 and 4 blocks
     assert optimizer.memory_report().ring_bytes == 0
     assert sum(optimizer.memory_report().host_bytes.values()) > 0
     assert_same_snapshot(snapshot(optimizer), resident)
-    copied = train(forms, OffloadConfig(transport="copy", chunk_bytes=4096))
+    copied = train(formats, OffloadConfig(transport="copy", chunk_bytes=4096))
     assert copied.memory_report().ring_bytes > 0
     assert_same_snapshot(snapshot(copied), resident)
 

@@ -1,8 +1,8 @@
 """State dicts: TransformerEngine's layout and torch AdamW's, both ways.
 
-Checkpoints hold unscaled values, so runs may change stored forms between save and load. Saving hands out references to
-the live storage wherever its dtype says all (float32, bfloat16, 16-bit remainders): no second copy of the state. Only
-block-scaled forms are expanded to float32.
+Checkpoints hold unscaled values, so runs may change stored formats between save and load. Saving hands out references
+to the live storage wherever its dtype says all (float32, bfloat16, 16-bit remainders): no second copy of the state.
+Only block-scaled formats are expanded to float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fused_offload.kernels.adam.reference import round_fp32
-from fused_offload.kernels.formats import Form, decode
+from fused_offload.kernels.formats import Format, decode
 from fused_offload.params.dense import is_frozen
 from fused_offload.params.dtensors import local_of, local_value
 from fused_offload.rules.arguments import checked_step, shown
@@ -31,7 +31,7 @@ def _exported(entry: StateEntry, key: str) -> torch.Tensor:
     view = entry.peek(key)
     if entry.extent is None and view.dtype in _SCALED_DTYPES:  # as other ranks export what they have of it
         return entry.outside(key, view.float())
-    if entry.extent is None or not entry.form(key).scaled:
+    if entry.extent is None or not entry.format(key).scaled:
         entry.note_read(key)
         return entry.outside(key, view)
     return entry.outside(key, entry.shaped(decode(entry.stored(key))))
@@ -152,7 +152,7 @@ def plan_load(
     param_groups: Sequence[dict[str, Any]],
     state: StateMapping,
     rule: UpdateRule,
-    forms_of: Callable[[torch.Tensor], Mapping[str, Form]],
+    formats_of: Callable[[torch.Tensor], Mapping[str, Format]],
 ) -> LoadPlan:
     """Checks a state dict against the groups and their state; changes nothing.
 
@@ -161,7 +161,7 @@ def plan_load(
         param_groups: the optimizer's groups.
         state: the optimizer's state.
         rule: the optimizer's arithmetic.
-        forms_of: stored form of each state key that the optimizer keeps for a parameter.
+        formats_of: stored format of each state key that the optimizer keeps for a parameter.
 
     Raises:
         ValueError: names what differs.
@@ -192,12 +192,12 @@ def plan_load(
         for (param, entry), count in zip(pairs, beside, strict=True):
             factors = rule.catch_up_factors(groups[-1], count)
             kept = state[param] if param in state else None
-            for key, value in _checked_values(param, entry, kept, rule, forms_of(param), index):
+            for key, value in _checked_values(param, entry, kept, rule, formats_of(param), index):
                 values.append(LoadedValue(param, key, value, factors.get(key, 1.0)))
     narrow = {
         f"{key} ({value.dtype})"
         for param, key, value, _ in values
-        if value.dtype in (torch.bfloat16, torch.float16) and forms_of(param)[key].dtype == torch.float32
+        if value.dtype in (torch.bfloat16, torch.float16) and formats_of(param)[key].dtype == torch.float32
     }
     messages = []
     if narrow:
@@ -317,7 +317,7 @@ def _checked_values(
     saved: Mapping[str, Any],
     kept: StateEntry | None,
     rule: UpdateRule,
-    forms: Mapping[str, Form],
+    formats: Mapping[str, Format],
     index: int,
 ) -> list[tuple[str, torch.Tensor]]:
     unknown = set(saved) - {*rule.keys, MASTER_PARAM, "step"}
@@ -338,7 +338,7 @@ def _checked_values(
             continue
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"loaded state dict has a {type(value).__name__} as {key} in group {index}, not a tensor")
-        if key not in forms:
+        if key not in formats:
             if param.dtype != torch.float32:  # a float32 parameter is its own master: nothing is lost
                 raise ValueError(
                     f"loaded state dict has master weights in group {index}, but this optimizer keeps none; build it "
@@ -351,7 +351,7 @@ def _checked_values(
                 f"loaded state dict has {key} of shape {tuple(value.shape)} in group {index}, but the parameter has "
                 f"{tuple(local.shape)}"
             )
-        check_storable(key, forms[key].dtype, value, nonnegative=key in rule.nonnegative)
+        check_storable(key, formats[key].dtype, value, nonnegative=key in rule.nonnegative)
         values.append((key, value))
     return values
 

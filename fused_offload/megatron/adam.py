@@ -100,21 +100,21 @@ class MegatronAdam(FusedOffloadAdam):
     def planned_bytes(self) -> int:
         """Bytes of state that all parameters of this rank take, wherever it lives."""
         return sum(
-            form.stored_bytes(align(local_of(param).numel()))
+            format.stored_bytes(align(local_of(param).numel()))
             for param in self._all_params()
-            for form in self._forms_of(param).values()
+            for format in self._formats_of(param).values()
         )
 
     def keeps_remainder(self, param: torch.Tensor) -> bool:
         """Whether a parameter's master is kept as the 16-bit remainder beside it."""
-        return self._forms_of(param)["master_param"].name == "remainder"
+        return self._formats_of(param)["master_param"].name == "remainder"
 
-    def planned_forms(self) -> dict[str, str]:
+    def planned_formats(self) -> dict[str, str]:
         """State keys and how they are stored, of all parameters of this rank."""
         found: dict[str, set[str]] = {}
         for param in self._all_params():
-            for key, form in self._forms_of(param).items():
-                found.setdefault(key, set()).add(form.name)
+            for key, format in self._formats_of(param).items():
+                found.setdefault(key, set()).add(format.name)
         return {key: "/".join(sorted(names)) for key, names in found.items()}
 
     def packed_with_steps(self) -> dict[str, Any]:
@@ -156,7 +156,7 @@ class MegatronAdam(FusedOffloadAdam):
         """Within the context, state dicts carry groups alone.
 
         DistributedOptimizer saves and loads tensors itself, parameter by parameter, and uses state dicts of its inner
-        optimizer only for the groups. Packing tensors for it would expand narrow forms for nothing, and handing them
+        optimizer only for the groups. Packing tensors for it would expand narrow formats for nothing, and handing them
         back would make masters authoritative that nobody loaded.
 
         Args:

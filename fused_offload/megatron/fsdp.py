@@ -83,7 +83,7 @@ class FsdpHooks:
 
         Returns:
             As Megatron's own; moments are DTensors over the memory where they live, which a reader fills in, or new
-            ones where their form has scales. ``step`` is there per parameter too, as torch's optimizers have it.
+            ones where their format has scales. ``step`` is there per parameter too, as torch's optimizers have it.
         """
         self._init_optimizer_states_with_dummy_values()
         packed = self.inner.packed_with_steps()

@@ -315,7 +315,7 @@ def _announce(inners: list[MegatronAdam], layout: Layout) -> None:
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     inner, planned_bytes = inners[0], sum(inner.planned_bytes() for inner in inners)
-    stored = ", ".join(f"{key} as {form}" for key, form in inner.planned_forms().items())
+    stored = ", ".join(f"{key} as {format}" for key, format in inner.planned_formats().items())
     lines = [
         f"fused-offload: FusedOffloadAdam in the place of {inner.place} (megatron-core {layout.version}), "
         f"numerics={inner.numerics}.",

@@ -25,7 +25,7 @@ def read_values(inner: MegatronAdam, param: torch.Tensor) -> dict[str, torch.Ten
 
     Returns:
         ``"param"``, ``"exp_avg"`` and ``"exp_avg_sq"``, each ``[numel]`` float32. Live tensors in host memory where the
-        stored form is float32, so that saving makes no copy of them and loading may write to them; else new ones.
+        stored format is float32, so that saving makes no copy of them and loading may write to them; else new ones.
         ``"param"`` is the parameter itself where Megatron owns the masters.
     """
     inner.initialize_state(param)

@@ -58,7 +58,7 @@ def _would_be_copied(data: Any) -> bool:
     return (
         isinstance(data, torch.Tensor)
         and data.device.type == "cpu"
-        and data.dtype == torch.float32  # the form in which state is handed out live
+        and data.dtype == torch.float32  # the format in which state is handed out live
         and data.is_contiguous()
         and data.untyped_storage().nbytes() != data.nbytes
     )

@@ -142,7 +142,7 @@ def check_host_bytes(needed: int) -> None:
         )
     raise RuntimeError(
         f"Optimizer state needs {needed / 1e9:.3f} GB of host memory, but only {left / 1e9:.3f} GB are left{others} "
-        f"(limited by the {limit}). Offload less (OffloadConfig.fraction), use smaller stored forms "
+        f"(limited by the {limit}). Offload less (OffloadConfig.fraction), use smaller stored formats "
         "(store_param_remainders, 16-bit moments), shard over more ranks, or give the job more memory."
     )
 

@@ -71,7 +71,7 @@ class Chunk(NamedTuple):
 def make_plan(segments: Sequence[Segment], capacity: Callable[[Hashable], int | None]) -> tuple[Chunk, ...]:
     """Cuts segments into chunks.
 
-    A chunk never mixes kinds, so one launch has one set of hyperparameters and stored forms. Kinds come in the order
+    A chunk never mixes kinds, so one launch has one set of hyperparameters and stored formats. Kinds come in the order
     of their first segment, segments of a kind by their place in storage.
 
     Args:

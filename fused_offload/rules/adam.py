@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 import torch
 
 from fused_offload.kernels.adam.reference import AdamScalars, AdamState, adam_scalars, adam_step_, bias_correction
-from fused_offload.kernels.formats import Form, Stored
+from fused_offload.kernels.formats import Format, Stored
 
 from .adam_groups import SETTINGS, TORCH_SETTINGS, catch_up_factors, check_saved_group, decay_is_unknown, torch_group
-from .arguments import check_group_options, check_hyperparameters, check_numerics, moment_forms, standing_average
+from .arguments import check_group_options, check_hyperparameters, check_numerics, moment_formats, standing_average
 from .base import MASTER_PARAM, Phase
 
 
@@ -67,9 +67,9 @@ class AdamRule:
     phases: ClassVar[tuple[Phase, ...]] = (Phase(_ALL_KEYS, _ALL_KEYS, adam_step_, _compile, _launch),)
 
     @property
-    def formats(self) -> dict[str, Form]:
+    def formats(self) -> dict[str, Format]:
         """Stored format of both moments."""
-        return moment_forms(self.exp_avg_dtype, self.exp_avg_sq_dtype, stochastic_rounding=self.stochastic_rounding)
+        return moment_formats(self.exp_avg_dtype, self.exp_avg_sq_dtype, stochastic_rounding=self.stochastic_rounding)
 
     # -- groups ------------------------------------------------------------------------------------------------
 

@@ -13,32 +13,32 @@ import numpy as np
 import torch
 
 from fused_offload.kernels.adam.reference import round_fp32
-from fused_offload.kernels.formats import BF16, BF16_STOCHASTIC, FP16, FP16_NONZERO, FP32, LOG8, ROOT8, Form
+from fused_offload.kernels.formats import BF16, BF16_STOCHASTIC, FP16, FP16_NONZERO, FP32, LOG8, ROOT8, Format
 from fused_offload.params.dense import has_data, has_own_memory
 
 MAX_STEP = 2**31
 shown = reprlib.repr  # of any value: repr of what is nested too deeply raises
 _LARGEST = torch.finfo(torch.float32).max  # what a kernel gets is float32
 
-MASTER_FORMS = {torch.float32: FP32, torch.float16: FP16}
-EXP_AVG_FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16, torch.uint8: ROOT8}
-EXP_AVG_SQ_FORMS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16_NONZERO, torch.uint8: LOG8}
+MASTER_FORMATS = {torch.float32: FP32, torch.float16: FP16}
+EXP_AVG_FORMATS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16, torch.uint8: ROOT8}
+EXP_AVG_SQ_FORMATS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16_NONZERO, torch.uint8: LOG8}
 
 
-def moment_forms(
+def moment_formats(
     exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, *, stochastic_rounding: bool
-) -> dict[str, Form]:
-    """Stored form of both moments.
+) -> dict[str, Format]:
+    """Stored format of both moments.
 
     Args:
         exp_avg_dtype: dtype of the first moment.
         exp_avg_sq_dtype: dtype of the second moment.
         stochastic_rounding: whether bfloat16 is rounded stochastically.
     """
-    forms = {"exp_avg": EXP_AVG_FORMS[exp_avg_dtype], "exp_avg_sq": EXP_AVG_SQ_FORMS[exp_avg_sq_dtype]}
+    formats = {"exp_avg": EXP_AVG_FORMATS[exp_avg_dtype], "exp_avg_sq": EXP_AVG_SQ_FORMATS[exp_avg_sq_dtype]}
     if stochastic_rounding:
-        forms = {key: BF16_STOCHASTIC if form is BF16 else form for key, form in forms.items()}
-    return forms
+        formats = {key: BF16_STOCHASTIC if format is BF16 else format for key, format in formats.items()}
+    return formats
 
 
 _NO_AMSGRAD = "FusedOffloadAdam does not support the AMSGrad variant. Leave amsgrad False, or use torch.optim.AdamW."
@@ -66,7 +66,7 @@ def check_master_dtype(master_weight_dtype: torch.dtype, optimizer: str = "Fused
         RuntimeError: for a dtype that is not supported.
     """
     check_dtypes(master_weight_dtype=master_weight_dtype)
-    if master_weight_dtype not in MASTER_FORMS:
+    if master_weight_dtype not in MASTER_FORMATS:
         raise RuntimeError(f"{optimizer} only supports fp32/fp16 master weights, but got {master_weight_dtype}.")
 
 
@@ -94,7 +94,7 @@ def check_modes(
             "signals are read on the device already, and step() is called outside of CUDA graphs."
         )
     for name, dtype in (("exp_avg_dtype", exp_avg_dtype), ("exp_avg_sq_dtype", exp_avg_sq_dtype)):
-        if dtype not in EXP_AVG_FORMS:
+        if dtype not in EXP_AVG_FORMATS:
             raise RuntimeError(f"FusedOffloadAdam only supports fp32/fp16/bf16/uint8 {name}, but got {dtype}.")
     check_numerics(numerics, ())
 
@@ -127,25 +127,25 @@ _HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 _UNBIASED = {torch.bfloat16: "stochastic_rounding=True", torch.float16: "torch.bfloat16 with stochastic_rounding=True"}
 
 
-def standing_average(decays: Mapping[str, float], forms: Mapping[str, Form]) -> str | None:
+def standing_average(decays: Mapping[str, float], formats: Mapping[str, Format]) -> str | None:
     """Warning for an average that is rounded to the nearest and decays by less than half a step of its dtype.
 
     Args:
         decays: decay of each average by state key.
-        forms: stored form of each state key.
+        formats: stored format of each state key.
 
     Returns:
         What is wrong and what to do, or None.
     """
     for key, beta in decays.items():
-        form = forms[key]
-        if form.stochastic or 1 - beta >= _HALF_STEP.get(form.dtype, 0.0):
+        format = formats[key]
+        if format.stochastic or 1 - beta >= _HALF_STEP.get(format.dtype, 0.0):
             continue
         return (
-            f"{key} in {form.dtype} is rounded to the nearest and stands still with a decay of {beta:.6g}: it loses "
+            f"{key} in {format.dtype} is rounded to the nearest and stands still with a decay of {beta:.6g}: it loses "
             f"{1 - beta:.2g} of its value a step, and what is less than half the distance to the next number, up to "
-            f"{_HALF_STEP[form.dtype]:.2g}, is rounded away. Use {_UNBIASED[form.dtype]}, {key}_dtype=torch.uint8 or "
-            f"torch.float32, or a smaller beta."
+            f"{_HALF_STEP[format.dtype]:.2g}, is rounded away. Use {_UNBIASED[format.dtype]}, "
+            f"{key}_dtype=torch.uint8 or torch.float32, or a smaller beta."
         )
     return None
 

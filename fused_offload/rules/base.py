@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fused_offload.kernels.formats import Form, Stored
+from fused_offload.kernels.formats import Format, Stored
 
 MASTER_PARAM = "master_param"
 """State key of the master weights. The engine keeps it for every rule."""
@@ -72,7 +72,7 @@ class UpdateRule(Protocol):
         """State keys."""
 
     @property
-    def formats(self) -> Mapping[str, Form]:
+    def formats(self) -> Mapping[str, Format]:
         """Stored formats."""
 
     @property

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fused_offload.kernels.formats import Form, Stored, decode, encode_
+from fused_offload.kernels.formats import Format, Stored, decode, encode_
 from fused_offload.params.dense import (
     dense_strides,
     flat,
@@ -103,20 +103,20 @@ class StateEntry(dict[str, torch.Tensor]):
 
     # -- storage -----------------------------------------------------------------------------------------------
 
-    def bind(self, extent: Extent | None, start: int, forms: dict[str, Form]) -> None:
+    def bind(self, extent: Extent | None, start: int, formats: dict[str, Format]) -> None:
         """Gives the entry its storage: elements of ``extent`` from ``start``; None for an empty parameter."""
         self.extent, self.start, self.bound = extent, start, True
         local = local_of(self.param)
         self.shape, self.strides = local.shape, dense_strides(local)
         self._distributed.clear()
         self._reshaped.clear()
-        self._make_initial({*forms, MASTER_PARAM})
-        for key, form in forms.items():
-            super().__setitem__(key, self._view(key, form))
+        self._make_initial({*formats, MASTER_PARAM})
+        for key, format in formats.items():
+            super().__setitem__(key, self._view(key, format))
 
-    def _view(self, key: str, form: Form) -> torch.Tensor:
+    def _view(self, key: str, format: Format) -> torch.Tensor:
         if self.extent is None:
-            return torch.empty(self.shape, dtype=form.dtype, device="cpu")  # no elements, but where the others are
+            return torch.empty(self.shape, dtype=format.dtype, device="cpu")  # no elements, but where the others are
         return self.shaped(self.extent.view(key, self.start, self.shape.numel()))
 
     def shaped(self, values: torch.Tensor) -> torch.Tensor:
@@ -126,17 +126,17 @@ class StateEntry(dict[str, torch.Tensor]):
     def ordered(self, values: torch.Tensor) -> torch.Tensor:
         """``[numel]`` elements of a tensor shaped like the parameter, in the order of the storage."""
         key = next(iter(self))  # all keys lie alike
-        return flat(like_memory_of(values.detach(), self._view(key, self.form(key))))
+        return flat(like_memory_of(values.detach(), self._view(key, self.format(key))))
 
     def stored(self, key: str) -> Stored:
         """One key's elements in memory order. The entry has storage and elements."""
         assert self.extent is not None
         return self.extent.narrow(key, self.start, self.shape.numel())
 
-    def form(self, key: str) -> Form:
-        """Stored form of one key."""
+    def format(self, key: str) -> Format:
+        """Stored format of one key."""
         assert self.extent is not None
-        return self.extent.layout.forms[key]
+        return self.extent.layout.formats[key]
 
     def peek(self, key: str) -> torch.Tensor:
         """The view of one key, without waiting and without any effect on the values."""
@@ -177,7 +177,7 @@ class StateEntry(dict[str, torch.Tensor]):
             if view.data_ptr() == self.extent.address_of(key, self.start):
                 continue
             check_value(self, key, view, raw=True)
-            super().__setitem__(key, self._view(key, self.form(key)))
+            super().__setitem__(key, self._view(key, self.format(key)))
             self[key] = view
         self._follow_param()
 
@@ -193,9 +193,9 @@ class StateEntry(dict[str, torch.Tensor]):
         kept = {key: self._values(key) for key in self}
         self.strides = strides
         for key, values in kept.items():
-            super().__setitem__(key, self._view(key, self.form(key)))
+            super().__setitem__(key, self._view(key, self.format(key)))
             stored, ordered = self.stored(key), self.ordered(values)
-            if stored.form.scaled:
+            if stored.format.scaled:
                 encode_(stored, ordered)
             else:
                 stored.data.copy_(ordered)
@@ -203,7 +203,7 @@ class StateEntry(dict[str, torch.Tensor]):
     def _values(self, key: str) -> torch.Tensor:
         """A copy of one key's values, in their own dtype or, where that needs scales, in float32."""
         stored = self.stored(key)
-        return self.shaped(decode(stored) if stored.form.scaled else stored.data.clone())
+        return self.shaped(decode(stored) if stored.format.scaled else stored.data.clone())
 
     def fill_master(self) -> None:
         """Writes the parameter's value into a master that is not authoritative yet; it stays so."""
@@ -216,7 +216,7 @@ class StateEntry(dict[str, torch.Tensor]):
                 "and its master weights are still in the parameter. Bring the parameter back first."
             )
         stored = self.stored(MASTER_PARAM)
-        if stored.form.name == "remainder":
+        if stored.format.name == "remainder":
             stored.data.zero_()
         else:
             write_values(stored, self.ordered(local))
@@ -366,17 +366,17 @@ class StateEntry(dict[str, torch.Tensor]):
         return bool(self._reshaped)
 
     def _is_reshaped(self, key: str, value: Any) -> bool:
-        """Whether a value fits the key, but is of another shape. Only the elements of unscaled forms are values."""
+        """Whether a value fits the key, but is of another shape. Only the elements of unscaled formats are values."""
         if key not in self or self.extent is None or is_distributed(self.param):
             return False
         if not isinstance(value, torch.Tensor) or value.shape == self.shape:
             return False
-        if self.form(key).scaled and value.dtype == self.form(key).dtype:
+        if self.format(key).scaled and value.dtype == self.format(key).dtype:
             raise ValueError(
                 f"{key} is kept as {value.dtype} elements that mean something beside their scales only. Read and write "
                 "float32 values: get_unscaled_state(param, key)."
             )
-        check_storable(key, self.form(key).dtype, value, nonnegative=self.is_nonnegative(key))
+        check_storable(key, self.format(key).dtype, value, nonnegative=self.is_nonnegative(key))
         return True
 
     def take_reshaped(self) -> str | None:
@@ -461,7 +461,7 @@ class StateEntry(dict[str, torch.Tensor]):
             stored = self.stored(key)
             dtype = self.extent.layout.param_dtype
             blocks = stored.data.split(_VALUES_BLOCK)
-            if stored.form.name == "remainder":
+            if stored.format.name == "remainder":
                 untouched = not any(block.any() for block in blocks)
             else:
                 untouched = all(torch.equal(block, block.to(dtype).to(block.dtype)) for block in blocks)
@@ -472,17 +472,18 @@ class StateEntry(dict[str, torch.Tensor]):
     def _copy_in(self, key: str, value: torch.Tensor) -> None:
         if self.extent is None:
             return
-        form, view = self.form(key), self.peek(key)
+        format, view = self.format(key), self.peek(key)
         value = _apart_from(value, view)
-        if form.scaled and value.dtype != form.dtype:
+        if format.scaled and value.dtype != format.dtype:
             write_values(self.stored(key), self.ordered(value))
             return
-        if form.scaled:  # raw: a scaled form's own elements go with the scales it has
+        if format.scaled:  # raw: a scaled format's own elements go with the scales it has
             scale = self.stored(key).scale
             assert scale is not None
             if not scale.any() and value.any():
                 raise ValueError(
-                    f"{key} has no scales yet, so raw {form.dtype} elements have no meaning here. Write float32 values."
+                    f"{key} has no scales yet, so raw {format.dtype} elements have no meaning here. "
+                    "Write float32 values."
                 )
             if value.dtype == torch.uint8 and value.any() and not torch.equal(value.to(view.device), view):
                 raise ValueError(
@@ -603,7 +604,7 @@ def get_unscaled(entry: StateEntry, key: str) -> torch.Tensor:
     """One key's values, shaped like the parameter.
 
     Returns:
-        The live view for float32 and 16-bit remainders; for narrower forms a new float32 tensor, exact.
+        The live view for float32 and 16-bit remainders; for narrower formats a new float32 tensor, exact.
     """
     view = entry.peek(key)
     if view.dtype in (torch.float32, torch.int16):
@@ -615,7 +616,7 @@ def get_unscaled(entry: StateEntry, key: str) -> torch.Tensor:
 
 
 def set_scaled(entry: StateEntry, key: str, value: torch.Tensor) -> None:
-    """Writes float32 values (int16 for remainders) in their stored form; they become authoritative."""
+    """Writes float32 values (int16 for remainders) in their stored format; they become authoritative."""
     value = local_value(entry.param, key, value)
     check_value(entry, key, value)
     view = entry.peek(key)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fused_offload.kernels.formats import SCALE_BLOCK, Form, Stored
+from fused_offload.kernels.formats import SCALE_BLOCK, Format, Stored
 from fused_offload.rules.base import MASTER_PARAM
 
 ALIGNMENT = 128
@@ -39,19 +39,19 @@ class Layout:
     Attributes:
         device: device of the parameters.
         param_dtype: dtype of the parameters.
-        keys: state keys and their stored forms, in the order of storage; `MASTER_PARAM` is among them where masters
+        keys: state keys and their stored formats, in the order of storage; `MASTER_PARAM` is among them where masters
             are kept.
         resident: whether the state stays on ``device`` instead of in host memory.
     """
 
     device: torch.device
     param_dtype: torch.dtype
-    keys: tuple[tuple[str, Form], ...]
+    keys: tuple[tuple[str, Format], ...]
     resident: bool
 
     @property
-    def forms(self) -> dict[str, Form]:
-        """Stored form of each state key."""
+    def formats(self) -> dict[str, Format]:
+        """Stored format of each state key."""
         return dict(self.keys)
 
     @property
@@ -61,7 +61,7 @@ class Layout:
 
     def state_bytes(self, numel: int) -> int:
         """State bytes of ``numel`` elements, a multiple of `ALIGNMENT`."""
-        return sum(form.stored_bytes(numel) for _, form in self.keys)
+        return sum(format.stored_bytes(numel) for _, format in self.keys)
 
     @property
     def reads_master(self) -> bool:
@@ -79,28 +79,28 @@ class ArrayPlace:
     Attributes:
         nbytes: bytes in all.
         data: byte offset of each key's elements.
-        scale: byte offset of each key's scales, for scaled forms.
+        scale: byte offset of each key's scales, for scaled formats.
         spans: first byte and end of all that belongs to each key.
     """
 
-    def __init__(self, forms: dict[str, Form], numel: int, *, gap: int = 0) -> None:
+    def __init__(self, formats: dict[str, Format], numel: int, *, gap: int = 0) -> None:
         """Places arrays one after the other.
 
         Args:
-            forms: stored form of each key.
+            formats: stored format of each key.
             numel: elements of each array, a multiple of `ALIGNMENT`.
             gap: bytes left free behind each key's arrays, a multiple of `_ARRAY_ALIGNMENT`.
         """
-        self.forms = forms
+        self.formats = formats
         self.numel = numel
         self.data: dict[str, int] = {}
         self.scale: dict[str, int] = {}
         self.spans: dict[str, tuple[int, int]] = {}
         self.nbytes = 0
-        for key, form in forms.items():
+        for key, format in formats.items():
             self.data[key] = self.nbytes
-            self.nbytes += _aligned(numel * form.element_bytes)
-            if form.scaled:
+            self.nbytes += _aligned(numel * format.element_bytes)
+            if format.scaled:
                 self.scale[key] = self.nbytes
                 self.nbytes += _aligned(numel // SCALE_BLOCK * 4)
             self.nbytes += gap
@@ -112,23 +112,23 @@ class ArrayPlace:
 
     def stored(self, key: str, block: torch.Tensor) -> Stored:
         """Typed views of one key into ``block``, the uint8 bytes of its span."""
-        form = self.forms[key]
-        data = block[: self.numel * form.element_bytes].view(form.dtype)
+        format = self.formats[key]
+        data = block[: self.numel * format.element_bytes].view(format.dtype)
         scale = None
-        if form.scaled:
+        if format.scaled:
             scale = block[self.scale[key] - self.data[key] :][: self.numel // SCALE_BLOCK * 4].view(torch.float32)
-        return Stored(form, data, scale)
+        return Stored(format, data, scale)
 
 
 @functools.lru_cache(maxsize=64)
 def block_place(layout: Layout, numel: int) -> ArrayPlace:
     """Where each key lies in a block of GPU memory that holds ``numel`` elements of a layout, without gaps."""
-    return ArrayPlace(layout.forms, numel)
+    return ArrayPlace(layout.formats, numel)
 
 
 def extent_place(layout: Layout, numel: int) -> ArrayPlace:
     """Where each key lies in an extent of ``numel`` elements."""
-    return ArrayPlace(layout.forms, numel, gap=_ARRAY_ALIGNMENT)
+    return ArrayPlace(layout.formats, numel, gap=_ARRAY_ALIGNMENT)
 
 
 def slot_bytes(layout: Layout, extent_numel: int, chunk_bytes: int) -> int:

@@ -23,7 +23,7 @@ def refresh_master(entry: StateEntry) -> None:
     param = entry.ordered(local_of(entry.param))
     for start in range(0, param.numel(), _BLOCK):
         block = param[start : start + _BLOCK].to(stored.data.device)
-        refresh = _refresh_remainders if stored.form.name == "remainder" else _refresh_block
+        refresh = _refresh_remainders if stored.format.name == "remainder" else _refresh_block
         refresh(stored.narrow(start, block.numel()), block)
 
 

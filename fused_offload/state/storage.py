@@ -65,11 +65,11 @@ class Extent:
             start: first element.
             numel: elements, at least one.
         """
-        form = self.layout.forms[key]
-        first = self.place.data[key] + start * form.element_bytes
+        format = self.layout.formats[key]
+        first = self.place.data[key] + start * format.element_bytes
         with torch.inference_mode(False):  # as for the slab's memory
-            storage = self._memory.untyped_storage()[first : first + (numel + 1) * form.element_bytes]
-            empty = torch.empty(0, dtype=form.dtype, device=self._memory.device)
+            storage = self._memory.untyped_storage()[first : first + (numel + 1) * format.element_bytes]
+            empty = torch.empty(0, dtype=format.dtype, device=self._memory.device)
             return empty.set_(storage, 0, (numel,), (1,))
 
     def address_of(self, key: str, start: int) -> int:

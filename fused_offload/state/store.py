@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from fused_offload.config import OffloadConfig
-from fused_offload.kernels.formats import Form
+from fused_offload.kernels.formats import Format
 from fused_offload.memory.host_limits import check_host_bytes
 from fused_offload.params.dense import addresses_of
 from fused_offload.params.dtensors import local_of
@@ -53,19 +53,19 @@ class StateStore:
     """
 
     def __init__(
-        self, config: OffloadConfig, hooks: StateHooks, forms_of: Callable[[torch.Tensor], dict[str, Form]]
+        self, config: OffloadConfig, hooks: StateHooks, formats_of: Callable[[torch.Tensor], dict[str, Format]]
     ) -> None:
         """An empty store.
 
         Args:
             config: fraction and pinning.
             hooks: what entries ask of the optimizer.
-            forms_of: stored form of each key for a parameter; asked when a parameter gets its storage.
+            formats_of: stored format of each key for a parameter; asked when a parameter gets its storage.
         """
         self.config = config
         self.state = StateMapping(hooks)
         self._hooks = hooks
-        self._forms_of = forms_of
+        self._formats_of = formats_of
         self._reserved: dict[int, _Place] = {}
         self._process = os.getpid()
         self._warned_unpinned = False
@@ -122,9 +122,9 @@ class StateStore:
         for param in new:
             place = self._reserved.pop(id(param), None)
             if place is None:
-                self.state[param].bind(None, 0, self._forms_of(param))
+                self.state[param].bind(None, 0, self._formats_of(param))
             else:
-                self.state[param].bind(place.extent, place.start, place.extent.layout.forms)
+                self.state[param].bind(place.extent, place.start, place.extent.layout.formats)
 
     def _is_bound(self, param: torch.Tensor) -> bool:
         entry = self.state[param] if param in self.state else None
@@ -175,12 +175,12 @@ class StateStore:
         for param in params:
             resident = offloaded >= target
             offloaded += 0 if resident else sizes[id(param)]
-            keys = tuple(self._forms_of(param).items())
+            keys = tuple(self._formats_of(param).items())
             layouts.append(Layout(local_of(param).device, param.dtype, keys, resident))
         return layouts
 
     def _state_bytes(self, param: torch.Tensor) -> int:
-        return sum(form.stored_bytes(align(_numel(param))) for form in self._forms_of(param).values())
+        return sum(format.stored_bytes(align(_numel(param))) for format in self._formats_of(param).values())
 
     def _is_offloaded(self, param: torch.Tensor) -> bool:
         if id(param) in self._reserved:

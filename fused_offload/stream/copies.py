@@ -48,7 +48,7 @@ def chunk_transfer(chunk: Chunk, kind: ChunkKind, phase: Phase) -> ChunkTransfer
     State at its initial value is not read, and neither is the master of a float32 parameter, which is its own master.
     """
     layout = kind.extent.layout
-    moved = {key: form for key, form in layout.keys if key in phase.reads | phase.writes}
+    moved = {key: format for key, format in layout.keys if key in phase.reads | phase.writes}
     place = ArrayPlace(moved, chunk.numel)
     copies = {key: _key_copies(kind.extent, key, place, chunk.ranges) for key in moved}
     read = _keys_read(layout) & phase.reads - kind.initial
@@ -86,7 +86,7 @@ def _key_copies(extent: Extent, key: str, place: ArrayPlace, ranges: tuple[CopyR
     stored = extent.stored[key]
     copies = []
     for start, numel, slot_start in ranges:
-        size = stored.form.element_bytes
+        size = stored.format.element_bytes
         copies.append(Copy(stored.data.data_ptr() + start * size, place.data[key] + slot_start * size, numel * size))
         if stored.scale is not None:
             copies.append(

@@ -61,16 +61,16 @@ def _changes(training: Training, *, knows_gpu: bool) -> Iterator[tuple[str, Trai
     """
     singles = list(_of_placement(training))
     yield from singles
-    yield from _forms(training, "fp32")
+    yield from _formats(training, "fp32")
     if knows_gpu:
         for fraction in _FRACTIONS:
             if fraction < training.offload.fraction:
                 yield f"--fraction {fraction:g}", _offloaded(training, fraction=fraction)
     in_backward = list(_in_backward(training, singles))
     yield from in_backward
-    yield from _forms(training, "bf16", "uint8")
+    yield from _formats(training, "bf16", "uint8")
     for flags, changed in (*singles, *in_backward):
-        for more, narrower in _forms(changed, "fp32", "bf16", "uint8"):
+        for more, narrower in _formats(changed, "fp32", "bf16", "uint8"):
             yield f"{flags} {more}", narrower
 
 
@@ -97,8 +97,8 @@ def _offloaded(training: Training, **changes: Any) -> Training:
     return dataclasses.replace(training, offload=dataclasses.replace(training.offload, **changes))
 
 
-def _forms(training: Training, *moments: str) -> Iterator[tuple[str, Training]]:
-    """Stored forms that take fewer bytes. A remainder loses nothing."""
+def _formats(training: Training, *moments: str) -> Iterator[tuple[str, Training]]:
+    """Stored formats that take fewer bytes. A remainder loses nothing."""
     has_remainder = training.param_dtype == "bf16" and training.master != "none"
     flag, master = ("--master remainder ", "remainder") if has_remainder else ("", training.master)
     now = training.layout().block_bytes

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 
 from fused_offload.config import OffloadConfig
-from fused_offload.kernels.formats import REMAINDER, Form
+from fused_offload.kernels.formats import REMAINDER, Format
 from fused_offload.memory.staging_ring import RingNeed
 from fused_offload.model_hooks.backward_step import PART_BYTES
 from fused_offload.plan.transfer_settings import streaming_of
 from fused_offload.profiles.profile import Profile
 from fused_offload.profiles.units import MOST_PARAMS
-from fused_offload.rules.arguments import EXP_AVG_FORMS, EXP_AVG_SQ_FORMS, MASTER_FORMS
+from fused_offload.rules.arguments import EXP_AVG_FORMATS, EXP_AVG_SQ_FORMATS, MASTER_FORMATS
 from fused_offload.rules.base import MASTER_PARAM
 from fused_offload.state.layout import ALIGNMENT, Layout, align, extent_place, slot_bytes
 
@@ -70,15 +70,15 @@ class Training:
         """
         if self.master == "remainder" and self.param_dtype != "bf16":
             raise ValueError("a remainder needs bf16 parameters: it is the half of the master that they do not hold")
-        forms: dict[str, Form] = {
-            "exp_avg": EXP_AVG_FORMS[STORED_DTYPES[self.exp_avg]],
-            "exp_avg_sq": EXP_AVG_SQ_FORMS[STORED_DTYPES[self.exp_avg_sq]],
+        formats: dict[str, Format] = {
+            "exp_avg": EXP_AVG_FORMATS[STORED_DTYPES[self.exp_avg]],
+            "exp_avg_sq": EXP_AVG_SQ_FORMATS[STORED_DTYPES[self.exp_avg_sq]],
         }
         if self.master == "remainder":
-            forms[MASTER_PARAM] = REMAINDER
+            formats[MASTER_PARAM] = REMAINDER
         elif self.master != "none":
-            forms[MASTER_PARAM] = MASTER_FORMS[PARAM_DTYPES[self.master]]
-        return Layout(torch.device("cuda"), PARAM_DTYPES[self.param_dtype], tuple(forms.items()), resident=False)
+            formats[MASTER_PARAM] = MASTER_FORMATS[PARAM_DTYPES[self.master]]
+        return Layout(torch.device("cuda"), PARAM_DTYPES[self.param_dtype], tuple(formats.items()), resident=False)
 
 
 @dataclass(frozen=True)

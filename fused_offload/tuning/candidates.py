@@ -27,8 +27,8 @@ _SHORT_MS = 1.0
 launch, where copies cost the host several calls a chunk. So a host that turns slow lengthens it least."""
 
 _PROGRAMS_GAIN = 0.03
-"""Another number of programs than the default has to save so much: how many a kernel needs depends on the stored forms,
-of which one is measured, and too few cost more than too many."""
+"""Another number of programs than the default has to save so much: how many a kernel needs depends on the stored
+formats, of which one is measured, and too few cost more than too many."""
 
 _STILL_CLOSE = 0.03
 _CLOSE_AFTER_ONE = 0.2

@@ -34,12 +34,12 @@ class Rig:
         param_numel: elements that it steps.
     """
 
-    def __init__(self, numel: int, forms: dict[str, Any], offload: OffloadConfig, device: torch.device) -> None:
+    def __init__(self, numel: int, formats: dict[str, Any], offload: OffloadConfig, device: torch.device) -> None:
         """Takes the memory of parameters, gradients and state.
 
         Args:
             numel: bfloat16 parameters.
-            forms: keyword arguments of the optimizer.
+            formats: keyword arguments of the optimizer.
             offload: what is offloaded.
             device: the GPU.
         """
@@ -52,7 +52,7 @@ class Rig:
         values = torch.randn(numel // _TENSORS, device=device).bfloat16()
         for param in params:
             param.grad = values.clone()
-        self.optimizer = FusedOffloadAdam(params, lr=1e-4, weight_decay=0.1, offload=offload, **forms)
+        self.optimizer = FusedOffloadAdam(params, lr=1e-4, weight_decay=0.1, offload=offload, **formats)
         self.step_ms()
 
     @property
@@ -96,9 +96,9 @@ def config_of(streaming: Streaming) -> OffloadConfig:
 
 
 @contextmanager
-def rig(numel: int, forms: dict[str, Any], device: torch.device) -> Iterator[Rig]:
+def rig(numel: int, formats: dict[str, Any], device: torch.device) -> Iterator[Rig]:
     """A `Rig` with all state offloaded, which gives its memory back."""
-    made = Rig(numel, forms, config_of(Streaming()), device)
+    made = Rig(numel, formats, config_of(Streaming()), device)
     try:
         yield made
     finally:

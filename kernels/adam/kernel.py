@@ -74,11 +74,11 @@ def _sqrt(a, NUMERICS: tl.constexpr):
 def _update_block(
     param_ptr,  # [BLOCK] dtype PARAM (bf16 as int16), updated in place
     grad_ptr,  # [BLOCK] dtype GRAD (bf16 as int16), only read
-    exp_avg_ptr,  # [.] stored form, updated in place
+    exp_avg_ptr,  # [.] stored format, updated in place
     exp_avg_scale_ptr,  # [.] float32 per 128 elements, or None
-    exp_avg_sq_ptr,  # [.] stored form, updated in place
+    exp_avg_sq_ptr,  # [.] stored format, updated in place
     exp_avg_sq_scale_ptr,  # [.] float32 per 128 elements, or None
-    master_ptr,  # [.] stored form, updated in place, or None
+    master_ptr,  # [.] stored format, updated in place, or None
     master_scale_ptr,  # [.] float32 per 128 elements, or None
     start,  # int64, first element of this block in the state
     numel,  # elements of this block that exist
@@ -262,11 +262,11 @@ def adam_kernel(
     table_ptr,  # [rows, 6] int64, see launch.TABLE_COLUMNS
     rows,
     blocks,  # programs that a launch without bound takes; only read with LOOP
-    exp_avg_ptr,  # [numel] stored form, updated in place
+    exp_avg_ptr,  # [numel] stored format, updated in place
     exp_avg_scale_ptr,  # [numel / 128] float32 or None, updated in place
-    exp_avg_sq_ptr,  # [numel] stored form, updated in place
+    exp_avg_sq_ptr,  # [numel] stored format, updated in place
     exp_avg_sq_scale_ptr,  # [numel / 128] float32 or None, updated in place
-    master_ptr,  # [numel] stored form or None, updated in place
+    master_ptr,  # [numel] stored format or None, updated in place
     master_scale_ptr,  # [numel / 128] float32 or None, updated in place
     rounding_seed,  # [0, 2^31)
     rounding_step,  # number of the step if none was skipped since skips_before; only read with STOCHASTIC

@@ -49,7 +49,7 @@ class AdamScalars(NamedTuple):
         bias_correction1: ``1 - beta1**step``, or 1.
         bias_correction2: ``1 - beta2**step``, or 1.
         adam_w_mode: decoupled weight decay (AdamW) if true, else L2.
-        step: number of the step, from 1; with the seed it decides how stochastic forms are rounded.
+        step: number of the step, from 1; with the seed it decides how stochastic formats are rounded.
         rounding_seed: in [0, 2^31).
     """
 
@@ -196,7 +196,7 @@ def adam_step_(
         p = fma(-lr, u, p)
 
     This is the operation order of TransformerEngine's ``multi_tensor_adam``. The parameter is updated from the
-    unrounded m and v; they are rounded to their stored form only when stored.
+    unrounded m and v; they are rounded to their stored format only when stored.
 
     Args:
         param: ``[numel]`` float32, bfloat16 or float16, contiguous, updated in place.
@@ -204,7 +204,7 @@ def adam_step_(
         state: stored state of ``numel`` elements, updated in place.
         scalars: hyperparameters.
         grad_scale: gradients are divided by it first.
-        counter: `forms.Rounding.counter` of the first element; only read where a form is stochastic.
+        counter: `formats.Rounding.counter` of the first element; only read where a format is stochastic.
     """
     lr = scalars.lr
     if isinstance(lr, torch.Tensor):
@@ -220,14 +220,14 @@ def _load_master(param: torch.Tensor, state: AdamState, out: torch.Tensor) -> to
     master = state.master_param
     if master is None or state.init_master or param.dtype == torch.float32:
         return out.copy_(param)
-    if master.form.name == "remainder":
+    if master.format.name == "remainder":
         return out.copy_(join_remainder(param, master.data))
     return decode(master, out)
 
 
 def _store_master_(param: torch.Tensor, state: AdamState, values: torch.Tensor) -> None:
     master = state.master_param
-    if master is not None and master.form.name == "remainder":
+    if master is not None and master.format.name == "remainder":
         split_remainder_(param, master.data, values)
         return
     param.copy_(values)
@@ -263,7 +263,7 @@ def _step_block_(
     _fma_(m, scalars.beta1, torch.mul(g, scalars.one_minus_beta1, out=term), out=m)
     _fma_(v, scalars.beta2, torch.mul(g, scalars.one_minus_beta2, out=term).mul_(g), out=v)
     thresholds: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
-    if state.exp_avg.form.stochastic or state.exp_avg_sq.form.stochastic:
+    if state.exp_avg.format.stochastic or state.exp_avg_sq.format.stochastic:
         thresholds = rounding_thresholds(Rounding(scalars.rounding_seed, scalars.step, counter), numel, param.device)
     encode_(state.exp_avg, m, thresholds[0])
     encode_(state.exp_avg_sq, v, thresholds[1])

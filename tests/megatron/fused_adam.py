@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from reference_optimizer import Forms, ReferenceAdam
+from reference_optimizer import ReferenceAdam, StoredFormats
 
 KEYS = ("exp_avg", "exp_avg_sq", "master_param")
 
@@ -20,7 +20,7 @@ class FusedAdamLike(ReferenceAdam):
         self, params: Any, *, exp_avg_dtype: torch.dtype, store_param_remainders: bool, **settings: Any
     ) -> None:
         super().__init__(params, **settings)
-        self.forms = Forms(exp_avg_dtype, store_param_remainders)
+        self.stored_formats = StoredFormats(exp_avg_dtype, store_param_remainders)
 
     def get_unscaled_state(self, param: torch.Tensor, name: str) -> torch.Tensor:
         value = self.state[param][name]

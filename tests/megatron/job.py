@@ -12,7 +12,7 @@ from importlib.metadata import version
 from typing import Any, Literal, NamedTuple
 
 import torch
-from reference_optimizer import Forms, ReferenceAdam
+from reference_optimizer import ReferenceAdam, StoredFormats
 from registry import NotInReleaseError
 
 from fused_offload import OffloadConfig
@@ -45,7 +45,7 @@ class JobSpec(NamedTuple):
     """
 
     optimizer: str = "ours"
-    forms: Forms = Forms()
+    stored_formats: StoredFormats = StoredFormats()
     layout: Layout = Layout()
     fraction: float = 1.0
     chunk_bytes: int = 48 * 2**20
@@ -118,15 +118,15 @@ def _hybrid_place(inner: type) -> contextlib.AbstractContextManager[None]:
     return replaced(*((module, "HybridDeviceOptimizer", inner) for module in (package, distrib_optimizer)))
 
 
-def offload_flags(fraction: float = 1.0, forms: Forms = Forms()) -> dict[str, Any]:  # noqa: B008 - immutable
+def offload_flags(fraction: float = 1.0, stored_formats: StoredFormats = StoredFormats()) -> dict[str, Any]:  # noqa: B008 - immutable
     """Fields of Megatron's OptimizerConfig that ask for an offloaded optimizer."""
     return {
         "optimizer_cpu_offload": True,
         "optimizer_offload_fraction": fraction,
         "use_precision_aware_optimizer": True,
-        "exp_avg_dtype": forms.moments,
-        "exp_avg_sq_dtype": forms.moments,
-        "store_param_remainders": forms.remainders,
+        "exp_avg_dtype": stored_formats.moments,
+        "exp_avg_sq_dtype": stored_formats.moments,
+        "store_param_remainders": stored_formats.remainders,
     }
 
 
@@ -150,7 +150,7 @@ def optimizer_config(spec: JobSpec) -> Any:
         "use_distributed_optimizer": True,
     }
     if spec.optimizer != "stock":
-        fields |= offload_flags(spec.fraction, spec.forms)
+        fields |= offload_flags(spec.fraction, spec.stored_formats)
     if spec.optimizer == "hybrid":
         fields["pin_cpu_grads"] = False  # there is nothing to pin memory for
     if spec.layout.grads_in_bf16:
@@ -161,7 +161,7 @@ def optimizer_config(spec: JobSpec) -> Any:
     if spec.optimizer in ("ours as FusedAdam", "FusedAdam"):
         # Asked for without offload from the start, Megatron would look for TransformerEngine itself.
         config.optimizer_cpu_offload = False
-        config.store_param_remainders = spec.forms.remainders
+        config.store_param_remainders = spec.stored_formats.remainders
     return config
 
 
@@ -227,7 +227,7 @@ def build_optimizer(spec: JobSpec, model: Any) -> Any:
     elif spec.optimizer == "ours as FusedAdam":
         place = fom.installed(offload=dataclasses.replace(offload, fraction=spec.fraction), numerics="ieee")
     elif spec.optimizer == "reference":
-        place = _hybrid_place(ReferenceAdam.with_forms(spec.forms))
+        place = _hybrid_place(ReferenceAdam.with_stored_formats(spec.stored_formats))
     elif spec.optimizer == "hybrid":
         from hybrid import HybridOnCpu
 

@@ -14,31 +14,31 @@ from fused_offload.kernels.formats import (
     REMAINDER,
     ROOT8,
     SCALE_BLOCK,
-    Form,
+    Format,
     Stored,
     decode,
     encode_,
     rounding_counter,
 )
 
-_MOMENT_FORMS = {torch.float32: (FP32, FP32), torch.bfloat16: (BF16, BF16), torch.uint8: (ROOT8, LOG8)}
+_MOMENT_FORMATS = {torch.float32: (FP32, FP32), torch.bfloat16: (BF16, BF16), torch.uint8: (ROOT8, LOG8)}
 _KEYS = ("exp_avg", "exp_avg_sq", "master_param")
 
 
-class Forms(NamedTuple):
+class StoredFormats(NamedTuple):
     """How optimizer state is stored."""
 
     moments: torch.dtype = torch.float32
     remainders: bool = False
 
-    def master(self, param_dtype: torch.dtype) -> Form:
+    def master(self, param_dtype: torch.dtype) -> Format:
         return REMAINDER if self.remainders and param_dtype == torch.bfloat16 else FP32
 
 
-def _stored(form: Form, kept: torch.Tensor) -> Stored:
-    if not form.scaled:
-        return Stored(form, kept)
-    stored = Stored(form, torch.empty(kept.shape, dtype=form.dtype), torch.empty(-(-kept.numel() // SCALE_BLOCK)))
+def _stored(format: Format, kept: torch.Tensor) -> Stored:
+    if not format.scaled:
+        return Stored(format, kept)
+    stored = Stored(format, torch.empty(kept.shape, dtype=format.dtype), torch.empty(-(-kept.numel() // SCALE_BLOCK)))
     encode_(stored, kept)
     return stored
 
@@ -46,25 +46,25 @@ def _stored(form: Form, kept: torch.Tensor) -> Stored:
 class ReferenceAdam(torch.optim.Optimizer):
     """Takes HybridDeviceOptimizer's place in tests; gradients come in ``decoupled_grad``."""
 
-    forms = Forms()
+    stored_formats = StoredFormats()
 
     @classmethod
-    def with_forms(cls, forms: Forms) -> type[ReferenceAdam]:
+    def with_stored_formats(cls, stored_formats: StoredFormats) -> type[ReferenceAdam]:
         """A class, since Megatron asks for one and builds it twice from its own arguments."""
-        return type("ReferenceAdam", (cls,), {"forms": forms})
+        return type("ReferenceAdam", (cls,), {"stored_formats": stored_formats})
 
     def __init__(self, params: Any, *, lr: float, weight_decay: float, betas: Any, eps: float, **ignored: Any) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
 
     def _state_of(self, param: torch.Tensor) -> AdamState:
-        """State as it is stored; ``state`` holds the elements, of 8-bit forms the values, which encode to the same."""
-        forms = (*_MOMENT_FORMS[self.forms.moments], self.forms.master(param.dtype))
+        """State as it is stored; ``state`` holds the elements, of 8-bit formats values, which encode to the same."""
+        stored_formats = (*_MOMENT_FORMATS[self.stored_formats.moments], self.stored_formats.master(param.dtype))
         is_new = not self.state[param]
         if is_new:
-            for key, form in zip(_KEYS, forms, strict=True):
-                dtype = torch.float32 if form.scaled else form.dtype
+            for key, format in zip(_KEYS, stored_formats, strict=True):
+                dtype = torch.float32 if format.scaled else format.dtype
                 self.state[param][key] = torch.zeros(param.numel(), dtype=dtype)
-        stored = [_stored(form, self.state[param][key]) for key, form in zip(_KEYS, forms, strict=True)]
+        stored = [_stored(format, self.state[param][key]) for key, format in zip(_KEYS, stored_formats, strict=True)]
         return AdamState(*stored, init_moments=is_new, init_master=is_new)
 
     def _next_scalars(self, group: dict[str, Any]) -> AdamScalars:
@@ -90,5 +90,5 @@ class ReferenceAdam(torch.optim.Optimizer):
                 adam_step_(param, grad, state, scalars, counter=rounding_counter(number, 0))
                 number += 1
                 for key, stored in zip(_KEYS, state[:3], strict=True):
-                    if stored.form.scaled:
+                    if stored.format.scaled:
                         decode(stored, self.state[param][key])

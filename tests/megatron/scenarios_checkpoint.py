@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from checkpoints import FORMATS, GATHERED, as_received, handed_to_writer, load, save, start_saving
 from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, te_branches
-from reference_optimizer import Forms
+from reference_optimizer import StoredFormats
 from registry import BOTH_WORLDS, Context, Phase, scenario
-from scenarios_training import FORMS, LAYOUTS, SMALL_CHUNK
+from scenarios_training import LAYOUTS, SMALL_CHUNK, STORED_FORMATS
 from stand_in import placed_on_gpu
 
 _PADDED = Layout(bucket_size=SEVERAL_BUCKETS, overlap_grad_reduce=True)
@@ -25,7 +25,7 @@ class Resume(NamedTuple):
 
     kind: str
     layout: str
-    forms: str
+    stored_formats: str
     iterations_before: int = BEFORE
     optimizer: str = "ours"
     with_te: bool = False
@@ -36,7 +36,7 @@ class Resume(NamedTuple):
     def name(self) -> str:
         when = f"after {self.iterations_before} iterations{', TE' if self.with_te else ''}"
         when += ", Megatron's masters" if self.megatrons_masters else ""
-        return f"resume {self.optimizer}, {self.kind}, {self.layout}, {self.forms}, {when}"
+        return f"resume {self.optimizer}, {self.kind}, {self.layout}, {self.stored_formats}, {when}"
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -46,16 +46,22 @@ class Resume(NamedTuple):
 
     def spec(self) -> JobSpec:
         config = (("use_precision_aware_optimizer", False),) if self.megatrons_masters else ()
-        forms = {**FORMS, EIGHT_BITS: Forms(torch.uint8, remainders=True)}[self.forms]
-        return JobSpec(self.optimizer, forms, LAYOUTS[self.layout], fraction=0.3, config=config)
+        stored_formats = {**STORED_FORMATS, EIGHT_BITS: StoredFormats(torch.uint8, remainders=True)}[
+            self.stored_formats
+        ]
+        return JobSpec(self.optimizer, stored_formats, LAYOUTS[self.layout], fraction=0.3, config=config)
 
 
 RESUMES = [
-    *(Resume(kind, "all overlapped", forms) for kind in FORMATS for forms in FORMS),
+    *(Resume(kind, "all overlapped", stored_formats) for kind in FORMATS for stored_formats in STORED_FORMATS),
     *(Resume(kind, "dense and experts", "remainders") for kind in FORMATS),
     *(Resume(kind, "empty group", "fp32") for kind in FORMATS),
     *(Resume(kind, "empty rank", "remainders") for kind in ("fully_reshardable", "legacy")),
-    *(Resume(kind, "several buckets", forms, 0) for kind in FORMATS for forms in ("fp32", "remainders")),
+    *(
+        Resume(kind, "several buckets", stored_formats, 0)
+        for kind in FORMATS
+        for stored_formats in ("fp32", "remainders")
+    ),
     *(Resume(kind, "dense and experts", "fp32", 0) for kind in ("dp_reshardable", "fully_reshardable")),
     Resume(GATHERED, "several buckets", "remainders"),
     *(Resume(kind, "several buckets", "fp32", megatrons_masters=True) for kind in FORMATS),
@@ -105,21 +111,25 @@ for _case in RESUMES:
 # -- training while a checkpoint is written ----------------------------------------------------------------------
 
 WRITTEN_LATER = [
-    *((kind, forms, False) for kind in ("dp_reshardable", "fully_reshardable") for forms in FORMS),
-    *(("dp_reshardable", forms, True) for forms in FORMS),
+    *(
+        (kind, stored_formats, False)
+        for kind in ("dp_reshardable", "fully_reshardable")
+        for stored_formats in STORED_FORMATS
+    ),
+    *(("dp_reshardable", stored_formats, True) for stored_formats in STORED_FORMATS),
 ]
-"""Format, stored forms, and whether the tensors go to a persistent process first."""
+"""Format, stored formats, and whether the tensors go to a persistent process first."""
 
 
-def written_later_name(kind: str, forms: str, *, elsewhere: bool) -> str:
-    return f"written {'elsewhere' if elsewhere else 'later'}, {kind}, {forms}"
+def written_later_name(kind: str, stored_formats: str, *, elsewhere: bool) -> str:
+    return f"written {'elsewhere' if elsewhere else 'later'}, {kind}, {stored_formats}"
 
 
-def _written_later(context: Context, kind: str, forms: str, *, elsewhere: bool) -> dict[str, Any]:
-    spec = JobSpec(forms=FORMS[forms], layout=_PADDED, fraction=0.5)
+def _written_later(context: Context, kind: str, stored_formats: str, *, elsewhere: bool) -> dict[str, Any]:
+    spec = JobSpec(stored_formats=STORED_FORMATS[stored_formats], layout=_PADDED, fraction=0.5)
     job, other = Job(spec), Job(spec._replace(seed=2))
     job.train(2)
-    directory = place(context, written_later_name(kind, forms, elsewhere=elsewhere))
+    directory = place(context, written_later_name(kind, stored_formats, elsewhere=elsewhere))
     request = start_saving(job, directory, kind)
     if elsewhere:
         request = as_received(request)
@@ -130,11 +140,11 @@ def _written_later(context: Context, kind: str, forms: str, *, elsewhere: bool) 
     return {"saved": saved, "meanwhile": job.snapshot(), "loaded": other.snapshot()}
 
 
-for _kind, _forms, _elsewhere in WRITTEN_LATER:
+for _kind, _formats, _elsewhere in WRITTEN_LATER:
     scenario(
-        written_later_name(_kind, _forms, elsewhere=_elsewhere),
-        lambda context, kind=_kind, forms=_forms, elsewhere=_elsewhere: _written_later(
-            context, kind, forms, elsewhere=elsewhere
+        written_later_name(_kind, _formats, elsewhere=_elsewhere),
+        lambda context, kind=_kind, stored_formats=_formats, elsewhere=_elsewhere: _written_later(
+            context, kind, stored_formats, elsewhere=elsewhere
         ),
         phases=(Phase.TWO_RANKS,),
     )
@@ -143,15 +153,15 @@ for _kind, _forms, _elsewhere in WRITTEN_LATER:
 # -- what a writer copies ----------------------------------------------------------------------------------------
 
 
-def copies_name(forms: str) -> str:
-    return f"copies of state, {forms}"
+def copies_name(stored_formats: str) -> str:
+    return f"copies of state, {stored_formats}"
 
 
-def _copies(context: Context, forms: str) -> dict[str, int]:
+def _copies(context: Context, stored_formats: str) -> dict[str, int]:
     """Bytes of state that lie in host memory as the checkpoint has them, and how many are written from there."""
-    job = Job(JobSpec(forms=FORMS[forms], layout=_PADDED))
+    job = Job(JobSpec(stored_formats=STORED_FORMATS[stored_formats], layout=_PADDED))
     job.train(1)
-    directory = place(context, copies_name(forms))
+    directory = place(context, copies_name(stored_formats))
     live = {
         value.data_ptr(): value.nbytes
         for shard in job.shards()
@@ -166,24 +176,32 @@ def _copies(context: Context, forms: str) -> dict[str, int]:
     return counts
 
 
-for _forms in FORMS:
-    scenario(copies_name(_forms), lambda context, forms=_forms: _copies(context, forms), (Phase.TWO_RANKS,))
+for _formats in STORED_FORMATS:
+    scenario(
+        copies_name(_formats),
+        lambda context, stored_formats=_formats: _copies(context, stored_formats),
+        (Phase.TWO_RANKS,),
+    )
 
 
 # -- other numbers of ranks --------------------------------------------------------------------------------------
 
-RESHARDED_FORMS = ("fp32", "remainders")
-RESHARDED = [(kind, forms) for kind in FORMATS for forms in RESHARDED_FORMS]
+RESHARDED_FORMATS = ("fp32", "remainders")
+RESHARDED = [(kind, stored_formats) for kind in FORMATS for stored_formats in RESHARDED_FORMATS]
 
 
-def resharded_name(kind: str, forms: str) -> str:
-    return f"other ranks, {kind}, {forms}"
+def resharded_name(kind: str, stored_formats: str) -> str:
+    return f"other ranks, {kind}, {stored_formats}"
 
 
-def _between_worlds(context: Context, kind: str, forms: str) -> dict[str, Any]:
+def _between_worlds(context: Context, kind: str, stored_formats: str) -> dict[str, Any]:
     """Two ranks train and save, one loads, trains and saves, two load."""
-    name = resharded_name(kind, forms)
-    job = Job(JobSpec(forms=FORMS[forms], layout=_PADDED, seed=1 + list(Phase).index(context.phase)))
+    name = resharded_name(kind, stored_formats)
+    job = Job(
+        JobSpec(
+            stored_formats=STORED_FORMATS[stored_formats], layout=_PADDED, seed=1 + list(Phase).index(context.phase)
+        )
+    )
     loaded = None
     if context.phase is not Phase.TWO_RANKS:
         before = Phase.TWO_RANKS if context.phase is Phase.ONE_RANK else Phase.ONE_RANK
@@ -194,9 +212,9 @@ def _between_worlds(context: Context, kind: str, forms: str) -> dict[str, Any]:
     return {"loaded": loaded, "saved": job.snapshot()}
 
 
-for _kind, _forms in RESHARDED:
+for _kind, _formats in RESHARDED:
     scenario(
-        resharded_name(_kind, _forms),
-        lambda context, kind=_kind, forms=_forms: _between_worlds(context, kind, forms),
+        resharded_name(_kind, _formats),
+        lambda context, kind=_kind, stored_formats=_formats: _between_worlds(context, kind, stored_formats),
         phases=(*BOTH_WORLDS, Phase.TWO_RANKS_AGAIN),
     )

@@ -1,4 +1,4 @@
-"""Checkpoints of other optimizers loaded by ours, ours by them, and ours stored in other forms."""
+"""Checkpoints of other optimizers loaded by ours, ours by them, and ours stored in other formats."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from checkpoints import FORMATS, load, save
 from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, te_branches
 from registry import Context, NotInReleaseError, Phase, scenario
 from scenarios_checkpoint import BEFORE, place
-from scenarios_training import FORMS
+from scenarios_training import STORED_FORMATS
 
 _LAYOUT = Layout(bucket_size=SEVERAL_BUCKETS, overlap_grad_reduce=True)
 _TWO = (Phase.TWO_RANKS,)
 
 
 class Transfer(NamedTuple):
-    """One optimizer saves, another one loads; each with its forms."""
+    """One optimizer saves, another one loads; each with its formats."""
 
     kind: str
     writer: str
-    writer_forms: str
+    writer_formats: str
     reader: str
-    reader_forms: str
+    reader_formats: str
 
     @property
     def name(self) -> str:
-        return f"{self.kind}, from {self.writer} ({self.writer_forms}) to {self.reader} ({self.reader_forms})"
+        return f"{self.kind}, from {self.writer} ({self.writer_formats}) to {self.reader} ({self.reader_formats})"
 
     @property
     def with_te(self) -> bool:
@@ -52,9 +52,11 @@ TRANSFERS = [
         ("ours", "remainders, bf16 moments", "ours", "fp32"),
     )
 ]
-REMAINDER_FORMS = ("fp32", "remainders")
+REMAINDER_FORMATS = ("fp32", "remainders")
 FROM_REMAINDERS = [
-    Transfer(kind, "FusedAdam", "remainders", "ours", forms) for kind in FORMATS for forms in REMAINDER_FORMS
+    Transfer(kind, "FusedAdam", "remainders", "ours", stored_formats)
+    for kind in FORMATS
+    for stored_formats in REMAINDER_FORMATS
 ]
 
 
@@ -62,10 +64,10 @@ def _transfer(context: Context, case: Transfer) -> dict[str, Any]:
     with te_branches() if case.with_te else contextlib.nullcontext():
         # With several padded buckets, Megatron itself loses state of others in the fully_reshardable format.
         layout = Layout() if case.kind == "fully_reshardable" and case.writer != "ours" else _LAYOUT
-        writer = Job(JobSpec(case.writer, FORMS[case.writer_forms], layout))
+        writer = Job(JobSpec(case.writer, STORED_FORMATS[case.writer_formats], layout))
         writer.train(BEFORE)
         save(writer, place(context, case.name), case.kind)
-        reader = Job(JobSpec(case.reader, FORMS[case.reader_forms], layout, seed=2))
+        reader = Job(JobSpec(case.reader, STORED_FORMATS[case.reader_formats], layout, seed=2))
         before = reader.snapshot()
         try:
             load(reader, place(context, case.name), case.kind)
@@ -94,18 +96,18 @@ for _case in (*TRANSFERS, *FROM_REMAINDERS):
 
 # -- what the files hold -----------------------------------------------------------------------------------------
 
-WRITTEN_FORMS = tuple(FORMS)
+WRITTEN_FORMATS = tuple(STORED_FORMATS)
 
 
-def written_name(kind: str, forms: str) -> str:
-    return f"contents, {kind}, {forms}"
+def written_name(kind: str, stored_formats: str) -> str:
+    return f"contents, {kind}, {stored_formats}"
 
 
-def _written(context: Context, kind: str, forms: str) -> dict[str, Any]:
+def _written(context: Context, kind: str, stored_formats: str) -> dict[str, Any]:
     """The state of whole parameters as it is, and as a file has it that nobody but torch has read."""
-    job = Job(JobSpec(forms=FORMS[forms], layout=_LAYOUT))
+    job = Job(JobSpec(stored_formats=STORED_FORMATS[stored_formats], layout=_LAYOUT))
     job.train(BEFORE)
-    directory = place(context, written_name(kind, forms))
+    directory = place(context, written_name(kind, stored_formats))
     save(job, directory, kind)
     if kind == "legacy":
         found = _legacy_contents(job, torch.load(directory / "distrib_optim.pt", weights_only=False))
@@ -151,9 +153,9 @@ def _reshardable_contents(job: Job, tensors: dict[str, torch.Tensor]) -> dict[st
 
 
 for _kind in ("fully_reshardable", "legacy"):
-    for _forms in WRITTEN_FORMS:
+    for _formats in WRITTEN_FORMATS:
         scenario(
-            written_name(_kind, _forms),
-            lambda context, kind=_kind, forms=_forms: _written(context, kind, forms),
+            written_name(_kind, _formats),
+            lambda context, kind=_kind, stored_formats=_formats: _written(context, kind, stored_formats),
             _TWO,
         )

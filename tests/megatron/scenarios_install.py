@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from job import Job, JobSpec, build_model, build_optimizer, optimizer_config, replaced
 from registry import Context, Phase, scenario
-from scenarios_training import FORMS, LAYOUTS
+from scenarios_training import LAYOUTS, STORED_FORMATS
 
 import fused_offload.megatron as fom
 from fused_offload import OffloadConfig
@@ -113,7 +113,7 @@ def _for_good(context: Context) -> dict[str, Any]:
     results = {}
     for name in ("within", "for good"):
         with fom.installed() if name == "for good" else contextlib.nullcontext():
-            job = Job(JobSpec(forms=FORMS["remainders"], layout=LAYOUTS["dense and experts"]))
+            job = Job(JobSpec(stored_formats=STORED_FORMATS["remainders"], layout=LAYOUTS["dense and experts"]))
             results[name] = {"log": job.train(3), **job.snapshot()}
             job.optimizer.reload_model_params()
             job.optimizer.state_dict()
@@ -286,13 +286,15 @@ scenario("refused arguments", lambda context: [_message(fom.install, None, "fast
 
 def _said(context: Context) -> dict[str, Any]:
     results = {}
-    for name, fraction, layout, forms, config in (
+    for name, fraction, layout, stored_formats, config in (
         ("all", 1.0, "one bucket", "remainders", ()),
         ("nothing", 0.0, "one bucket", "remainders", ()),
         ("experts", 0.5, "dense and experts", "remainders", ()),
         ("default mode", 1.0, "one bucket", "fp32", (("use_precision_aware_optimizer", False),)),
     ):
-        spec = JobSpec(forms=FORMS[forms], fraction=fraction, layout=LAYOUTS[layout], config=config)
+        spec = JobSpec(
+            stored_formats=STORED_FORMATS[stored_formats], fraction=fraction, layout=LAYOUTS[layout], config=config
+        )
         output = io.StringIO()
         with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(output), fom.installed():
             warnings.simplefilter("always")
@@ -312,7 +314,7 @@ def _logged(context: Context) -> dict[str, str]:
     """Five calls of each optimizer's step, with an interval from either place."""
     from megatron.core.optimizer import get_megatron_optimizer
 
-    spec = JobSpec(forms=FORMS["remainders"], layout=LAYOUTS["dense and experts"])
+    spec = JobSpec(stored_formats=STORED_FORMATS["remainders"], layout=LAYOUTS["dense and experts"])
     printed = {}
     for name, interval, variable in (("argument", 2, "1"), ("variable", None, "3"), ("neither", None, "")):
         output = io.StringIO()

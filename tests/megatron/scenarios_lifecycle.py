@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, build_model, build_optimizer, replaced
 from registry import Context, Phase, scenario
-from scenarios_training import FORMS, LAYOUTS, SMALL_CHUNK
+from scenarios_training import LAYOUTS, SMALL_CHUNK, STORED_FORMATS
 from walkers import BEFORE_STATE, HARMLESS, slime_resets_state
 
-WALKED_FORMS = ("fp32", "remainders, bf16 moments")
+WALKED_FORMATS = ("fp32", "remainders, bf16 moments")
 _LAYOUTS = {
     "fp32": Layout(overlap_grad_reduce=True, bucket_size=SEVERAL_BUCKETS, experts=4),
     "remainders, bf16 moments": Layout(overlap_grad_reduce=True, bucket_size=SEVERAL_BUCKETS),
@@ -21,8 +21,10 @@ _LAYOUTS = {
 _TWO = (Phase.TWO_RANKS,)
 
 
-def _spec(forms: str, optimizer: str = "ours") -> JobSpec:
-    return JobSpec(optimizer, FORMS[forms], _LAYOUTS[forms], fraction=0.5, chunk_bytes=SMALL_CHUNK)
+def _spec(stored_formats: str, optimizer: str = "ours") -> JobSpec:
+    return JobSpec(
+        optimizer, STORED_FORMATS[stored_formats], _LAYOUTS[stored_formats], fraction=0.5, chunk_bytes=SMALL_CHUNK
+    )
 
 
 def _walk(spec: JobSpec, walk: Callable[[Job], None]) -> dict[str, Any]:
@@ -37,22 +39,28 @@ def _walk(spec: JobSpec, walk: Callable[[Job], None]) -> dict[str, Any]:
     return {"log": log, **job.snapshot()}
 
 
-def walk_name(walk: Callable[[Job], None] | None, forms: str) -> str:
-    return f"between iterations, {walk.__name__ if walk else 'nothing happens'} ({forms})"
+def walk_name(walk: Callable[[Job], None] | None, stored_formats: str) -> str:
+    return f"between iterations, {walk.__name__ if walk else 'nothing happens'} ({stored_formats})"
 
 
-for _forms in WALKED_FORMS:
-    scenario(walk_name(None, _forms), lambda context, forms=_forms: _walk(_spec(forms), lambda job: None), _TWO)
+for _formats in WALKED_FORMATS:
+    scenario(
+        walk_name(None, _formats),
+        lambda context, stored_formats=_formats: _walk(_spec(stored_formats), lambda job: None),
+        _TWO,
+    )
     for _walker in HARMLESS:
         scenario(
-            walk_name(_walker, _forms),
-            lambda context, forms=_forms, walker=_walker: _walk(_spec(forms), walker),
+            walk_name(_walker, _formats),
+            lambda context, stored_formats=_formats, walker=_walker: _walk(_spec(stored_formats), walker),
             _TWO,
         )
     for _optimizer in ("ours", "reference"):
         scenario(
-            f"{_optimizer}, slime resets state ({_forms})",
-            lambda context, forms=_forms, optimizer=_optimizer: _walk(_spec(forms, optimizer), slime_resets_state),
+            f"{_optimizer}, slime resets state ({_formats})",
+            lambda context, stored_formats=_formats, optimizer=_optimizer: _walk(
+                _spec(stored_formats, optimizer), slime_resets_state
+            ),
             _TWO,
         )
 
@@ -60,9 +68,9 @@ for _forms in WALKED_FORMS:
 # -- a copy of all state, put back in place ----------------------------------------------------------------------
 
 
-def _put_back(context: Context, forms: str) -> dict[str, Any]:
+def _put_back(context: Context, stored_formats: str) -> dict[str, Any]:
     """As SkyRL's store of adapters does: copies now, ``copy_`` into the live tensors later."""
-    job = Job(_spec(forms))
+    job = Job(_spec(stored_formats))
     job.train(2)
     weights = job.weights()
     states = [
@@ -85,8 +93,12 @@ def _put_back(context: Context, forms: str) -> dict[str, Any]:
     return {"log": job.train(3), **job.snapshot()}
 
 
-for _forms in WALKED_FORMS:
-    scenario(f"state is put back ({_forms})", lambda context, forms=_forms: _put_back(context, forms), _TWO)
+for _formats in WALKED_FORMATS:
+    scenario(
+        f"state is put back ({_formats})",
+        lambda context, stored_formats=_formats: _put_back(context, stored_formats),
+        _TWO,
+    )
 
 
 # -- lifecycle calls ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from job import Job, JobSpec, build_model, optimizer_config, te_branches
-from reference_optimizer import Forms
+from reference_optimizer import StoredFormats
 from registry import Context, Phase, scenario
 
 import fused_offload.megatron as fom
@@ -17,7 +17,7 @@ from fused_offload.megatron.options import ROUNDING_VARIABLE
 
 ASKED = ((None, None), (True, None), (None, "1"), (False, "1"), (None, "0"))
 """Argument of `install` and value of the variable."""
-_FORMS = Forms(torch.bfloat16, remainders=True)
+_FORMATS = StoredFormats(torch.bfloat16, remainders=True)
 
 
 @contextlib.contextmanager
@@ -31,16 +31,16 @@ def _variable(value: str | None) -> Iterator[None]:
 
 
 def _built(place: str) -> dict[str, str]:
-    """Stored forms of what Megatron builds now."""
+    """Stored formats of what Megatron builds now."""
     from megatron.core.optimizer import get_megatron_optimizer
 
-    spec = JobSpec(place, _FORMS)
+    spec = JobSpec(place, _FORMATS)
     optimizer = get_megatron_optimizer(optimizer_config(spec), [build_model(spec)])
-    return optimizer.chained_optimizers[0].optimizer.planned_forms()
+    return optimizer.chained_optimizers[0].optimizer.planned_formats()
 
 
-def _forms(context: Context) -> dict[Any, Any]:
-    """Stored forms by place and by what was asked for; also after a context within has ended."""
+def _formats(context: Context) -> dict[Any, Any]:
+    """Stored formats by place and by what was asked for; also after a context within has ended."""
     results: dict[Any, Any] = {}
     for place in ("ours", "ours as FusedAdam"):
         with te_branches() if place == "ours as FusedAdam" else contextlib.nullcontext():
@@ -69,11 +69,11 @@ def _train(context: Context) -> dict[str, Any]:
     results = {}
     for name, variable, fraction in (("offloaded", "1", 1.0), ("resident", "1", 0.0), ("to the nearest", "0", 1.0)):
         with _variable(variable):  # jobs install it themselves
-            job = Job(JobSpec("ours", _FORMS, fraction=fraction, chunk_bytes=8000))
+            job = Job(JobSpec("ours", _FORMATS, fraction=fraction, chunk_bytes=8000))
         results[name] = {"log": job.train(4), **job.snapshot()}
     return results
 
 
-scenario("stochastic rounding, forms", _forms, (Phase.ONE_RANK,))
+scenario("stochastic rounding, formats", _formats, (Phase.ONE_RANK,))
 scenario("stochastic rounding, refused", _refused, (Phase.ONE_RANK,))
 scenario("stochastic rounding, training", _train, (Phase.TWO_RANKS,))

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from job import Job, JobSpec
-from reference_optimizer import Forms
+from reference_optimizer import StoredFormats
 from registry import Context, Phase, scenario
 from scenarios_training import LAYOUTS
 
@@ -17,7 +17,7 @@ _THRESHOLDS = {Phase.TWO_RANKS: 1.54, Phase.ONE_RANK: 1.86}
 SKIPS = {
     _ABOVE: JobSpec(layout=LAYOUTS["all overlapped"]),
     "overflow in fp16": JobSpec(
-        forms=Forms(),
+        stored_formats=StoredFormats(),
         layout=LAYOUTS["several buckets"],
         dtype=torch.float16,
         config=(("initial_loss_scale", 2.0**24), ("hysteresis", 1), ("loss_scale_window", 3.0)),

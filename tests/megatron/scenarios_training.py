@@ -6,17 +6,17 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from job import SEVERAL_BUCKETS, Job, JobSpec, Layout
-from reference_optimizer import Forms
+from reference_optimizer import StoredFormats
 from registry import BOTH_WORLDS, Context, Phase, scenario
 
 ITERATIONS = 20
 SMALL_CHUNK = 16000
 """Bytes: about a thousand elements, so that most matrices are cut."""
 
-FORMS = {
-    "fp32": Forms(),
-    "remainders": Forms(remainders=True),
-    "remainders, bf16 moments": Forms(torch.bfloat16, remainders=True),
+STORED_FORMATS = {
+    "fp32": StoredFormats(),
+    "remainders": StoredFormats(remainders=True),
+    "remainders, bf16 moments": StoredFormats(torch.bfloat16, remainders=True),
 }
 EIGHT_BIT = "remainders, 8-bit moments"
 LAYOUTS = {
@@ -37,7 +37,7 @@ class Case(NamedTuple):
     """A run with ours: what is stored how, and how it is cut."""
 
     layout: str
-    forms: str
+    stored_formats: str
     fraction: float = 1.0
     chunk_bytes: int = 48 * 2**20
     depth: int = 3
@@ -48,21 +48,21 @@ class Case(NamedTuple):
         size = f"{self.fraction} of it in chunks of {self.chunk_bytes}, {self.depth} deep"
         if self.window_bytes:
             size += f", window {self.window_bytes}"
-        return f"{self.layout}, {self.forms}, {size}"
+        return f"{self.layout}, {self.stored_formats}, {size}"
 
     @property
     def phases(self) -> tuple[Phase, ...]:
         """On one rank, what is resident is tried with one form of state only."""
-        return BOTH_WORLDS if self.fraction == 1.0 or self.forms == "fp32" else (Phase.TWO_RANKS,)
+        return BOTH_WORLDS if self.fraction == 1.0 or self.stored_formats == "fp32" else (Phase.TWO_RANKS,)
 
     @property
     def reference_name(self) -> str:
-        return f"{self.layout}, {self.forms}, reference"
+        return f"{self.layout}, {self.stored_formats}, reference"
 
     def spec(self, optimizer: str) -> JobSpec:
         return JobSpec(
             optimizer,
-            {**FORMS, EIGHT_BIT: Forms(torch.uint8, remainders=True)}[self.forms],
+            {**STORED_FORMATS, EIGHT_BIT: StoredFormats(torch.uint8, remainders=True)}[self.stored_formats],
             LAYOUTS[self.layout],
             self.fraction,
             self.chunk_bytes,
@@ -73,11 +73,11 @@ class Case(NamedTuple):
 
 CASES = [
     *(
-        Case("all overlapped", forms, fraction, chunk_bytes)
-        for forms in FORMS
+        Case("all overlapped", stored_formats, fraction, chunk_bytes)
+        for stored_formats in STORED_FORMATS
         for fraction, chunk_bytes in ((0.0, 48 * 2**20), (0.3, SMALL_CHUNK), (1.0, SMALL_CHUNK), (1.0, 48 * 2**20))
     ),
-    *(Case("dense and experts", forms, 0.3) for forms in FORMS),
+    *(Case("dense and experts", stored_formats, 0.3) for stored_formats in STORED_FORMATS),
     Case("all overlapped", EIGHT_BIT, 1.0, SMALL_CHUNK),
     Case("dense and experts", "remainders", 1.0, SMALL_CHUNK, window_bytes=60000),
     Case("all overlapped", "fp32", window_bytes="auto"),

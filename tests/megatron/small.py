@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from job import PLAIN_LAYERS, Job, JobSpec
-from reference_optimizer import Forms
+from reference_optimizer import StoredFormats
 
 WIDTH, INNER = 24, 20
 
@@ -45,8 +45,8 @@ class Wrapping(NamedTuple):
             ("use_precision_aware_optimizer", self.kind == "its own masters"),
             ("initial_loss_scale", 2.0**10),
         )
-        forms = Forms(remainders=self.kind == "its own masters")
-        return JobSpec(self.place, forms, dtype=dtype[self.dtype], seed=seed, config=config, fraction=0.5)
+        stored_formats = StoredFormats(remainders=self.kind == "its own masters")
+        return JobSpec(self.place, stored_formats, dtype=dtype[self.dtype], seed=seed, config=config, fraction=0.5)
 
 
 PLACES = ("ours", "ours as FusedAdam")

@@ -16,7 +16,7 @@ from scenarios_checkpoint import (
     resharded_name,
     written_later_name,
 )
-from scenarios_training import FORMS
+from scenarios_training import STORED_FORMATS
 
 WORLDS = pytest.mark.parametrize("phase", BOTH_WORLDS, ids=lambda phase: phase.value)
 RUNS = [pytest.param(case, phase, id=f"{case.name}-{phase.value}") for case in RESUMES for phase in case.phases]
@@ -55,7 +55,7 @@ def test_step_counts_survive_in_all_groups(results: Results, case: Resume, phase
 
 @pytest.mark.parametrize(("case", "phase"), [run for run in RUNS if run.values[0].layout == "all overlapped"])
 def test_saving_changes_nothing(results: Results, case: Resume, phase: Phase) -> None:
-    references = results.ranks(f"{case.layout}, {case.forms}, reference", phase)
+    references = results.ranks(f"{case.layout}, {case.stored_formats}, reference", phase)
     for run, reference in zip(results.ranks(case.name, phase), references, strict=True):
         start = case.iterations_before
         assert_same(run["went on"]["log"], reference["log"][start : start + AFTER], "log")
@@ -68,35 +68,35 @@ def test_buckets_before_the_last_one_have_padding(results: Results, phase: Phase
         assert sum(padded > unpadded for padded, unpadded in run["buckets"][:-1]) > 1
 
 
-@pytest.mark.parametrize(("kind", "forms", "elsewhere"), WRITTEN_LATER)
+@pytest.mark.parametrize(("kind", "stored_formats", "elsewhere"), WRITTEN_LATER)
 def test_what_is_written_later_is_the_state_at_the_save(
-    results: Results, kind: str, forms: str, elsewhere: bool
+    results: Results, kind: str, stored_formats: str, elsewhere: bool
 ) -> None:
-    name = written_later_name(kind, forms, elsewhere=elsewhere)
+    name = written_later_name(kind, stored_formats, elsewhere=elsewhere)
     for rank, run in enumerate(results.ranks(name, Phase.TWO_RANKS)):
         assert_same(run["loaded"], run["saved"], f"rank {rank}")
         for name, shard in run["meanwhile"]["state"].items():
             assert not torch.equal(shard.values["exp_avg"], run["saved"]["state"][name].values["exp_avg"])
 
 
-@pytest.mark.parametrize("forms", FORMS)
-def test_only_an_asynchronous_save_copies_state(results: Results, forms: str) -> None:
-    for run in results.ranks(copies_name(forms), Phase.TWO_RANKS):
-        assert (run["live"] > 0) == (forms != "remainders, bf16 moments")
+@pytest.mark.parametrize("stored_formats", STORED_FORMATS)
+def test_only_an_asynchronous_save_copies_state(results: Results, stored_formats: str) -> None:
+    for run in results.ranks(copies_name(stored_formats), Phase.TWO_RANKS):
+        assert (run["live"] > 0) == (stored_formats != "remainders, bf16 moments")
         assert run["sync"] == run["live"]
         assert run["async"] == 0
 
 
-@pytest.mark.parametrize(("kind", "forms"), RESHARDED)
+@pytest.mark.parametrize(("kind", "stored_formats"), RESHARDED)
 @pytest.mark.parametrize(
     ("saving", "loading"),
     [(Phase.TWO_RANKS, Phase.ONE_RANK), (Phase.ONE_RANK, Phase.TWO_RANKS_AGAIN)],
     ids=["two to one", "one to two"],
 )
 def test_another_number_of_ranks_loads_the_same_state(
-    results: Results, kind: str, forms: str, saving: Phase, loading: Phase
+    results: Results, kind: str, stored_formats: str, saving: Phase, loading: Phase
 ) -> None:
-    saved, loaded = (results.ranks(resharded_name(kind, forms), phase) for phase in (saving, loading))
+    saved, loaded = (results.ranks(resharded_name(kind, stored_formats), phase) for phase in (saving, loading))
     assert_same(
         whole_state([run["loaded"]["state"] for run in loaded]),
         whole_state([run["saved"]["state"] for run in saved]),

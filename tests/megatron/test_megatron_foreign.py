@@ -9,7 +9,7 @@ import torch
 from comparison import assert_same, whole_state
 from registry import Phase, Results
 from scenarios_checkpoint import BEFORE
-from scenarios_foreign import FROM_REMAINDERS, TRANSFERS, WRITTEN_FORMS, Transfer, written_name
+from scenarios_foreign import FROM_REMAINDERS, TRANSFERS, WRITTEN_FORMATS, Transfer, written_name
 
 from fused_offload.megatron.param_checkpoint import are_remainders
 
@@ -37,7 +37,7 @@ def test_masters_and_moments_survive(results: Results, case: Transfer) -> None:
     runs = results.ranks(case.name, Phase.TWO_RANKS)
     assert {run["refused"] for run in runs} == {None}
     saved = states(runs, "saved")
-    assert_same(states(runs, "loaded"), rounded_moments(saved) if "bf16" in case.reader_forms else saved, "state")
+    assert_same(states(runs, "loaded"), rounded_moments(saved) if "bf16" in case.reader_formats else saved, "state")
 
 
 # HybridDeviceOptimizer takes its masters from a checkpoint into use after a fully_reshardable load only.
@@ -85,10 +85,10 @@ def test_remainders_of_fusedadam_are_refused_where_they_lost_their_parameters(re
             assert values is None or not values["exp_avg"].any()
 
 
-@pytest.mark.parametrize("forms", WRITTEN_FORMS)
+@pytest.mark.parametrize("stored_formats", WRITTEN_FORMATS)
 @pytest.mark.parametrize("kind", ["fully_reshardable", "legacy"])
-def test_files_hold_the_true_masters_and_unscaled_moments(results: Results, kind: str, forms: str) -> None:
-    runs = results.ranks(written_name(kind, forms), Phase.TWO_RANKS)
+def test_files_hold_the_true_masters_and_unscaled_moments(results: Results, kind: str, stored_formats: str) -> None:
+    runs = results.ranks(written_name(kind, stored_formats), Phase.TWO_RANKS)
     expected = whole_state([run["state"] for run in runs])
     found = runs[0]["found"]
     assert found.keys() == expected.keys()

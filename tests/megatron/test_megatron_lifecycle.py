@@ -8,31 +8,31 @@ from typing import Any
 import pytest
 from comparison import assert_same
 from registry import Phase, Results
-from scenarios_lifecycle import LIFECYCLES, WALKED_FORMS, walk_name
+from scenarios_lifecycle import LIFECYCLES, WALKED_FORMATS, walk_name
 from walkers import HARMLESS
 
-FORMS = pytest.mark.parametrize("forms", WALKED_FORMS)
+STORED_FORMATS = pytest.mark.parametrize("stored_formats", WALKED_FORMATS)
 
 
-@FORMS
+@STORED_FORMATS
 @pytest.mark.parametrize("walk", HARMLESS, ids=lambda walk: walk.__name__)
-def test_training_does_not_notice(results: Results, walk: Callable[..., None], forms: str) -> None:
-    undisturbed = results.ranks(walk_name(None, forms), Phase.TWO_RANKS)
-    for rank, run in enumerate(results.ranks(walk_name(walk, forms), Phase.TWO_RANKS)):
+def test_training_does_not_notice(results: Results, walk: Callable[..., None], stored_formats: str) -> None:
+    undisturbed = results.ranks(walk_name(None, stored_formats), Phase.TWO_RANKS)
+    for rank, run in enumerate(results.ranks(walk_name(walk, stored_formats), Phase.TWO_RANKS)):
         assert_same(run, undisturbed[rank], f"rank {rank}")
 
 
-@FORMS
-def test_the_undisturbed_run_trains(results: Results, forms: str) -> None:
-    first, second = results.ranks(walk_name(None, forms), Phase.TWO_RANKS)
+@STORED_FORMATS
+def test_the_undisturbed_run_trains(results: Results, stored_formats: str) -> None:
+    first, second = results.ranks(walk_name(None, stored_formats), Phase.TWO_RANKS)
     assert_same(first["weights"], second["weights"], "weights")
     assert len({step.loss for step in first["log"]}) == 5
 
 
-@FORMS
-def test_a_reset_in_place_is_that_of_a_plain_optimizer(results: Results, forms: str) -> None:
+@STORED_FORMATS
+def test_a_reset_in_place_is_that_of_a_plain_optimizer(results: Results, stored_formats: str) -> None:
     ours, reference = (
-        results.ranks(f"{optimizer}, slime resets state ({forms})", Phase.TWO_RANKS)
+        results.ranks(f"{optimizer}, slime resets state ({stored_formats})", Phase.TWO_RANKS)
         for optimizer in ("ours", "reference")
     )
     for rank, run in enumerate(ours):
@@ -40,10 +40,10 @@ def test_a_reset_in_place_is_that_of_a_plain_optimizer(results: Results, forms: 
         assert set(run["steps"]) == {2}
 
 
-@FORMS
-def test_state_that_is_copied_back_in_place_counts(results: Results, forms: str) -> None:
-    undisturbed = results.ranks(walk_name(None, forms), Phase.TWO_RANKS)
-    for rank, run in enumerate(results.ranks(f"state is put back ({forms})", Phase.TWO_RANKS)):
+@STORED_FORMATS
+def test_state_that_is_copied_back_in_place_counts(results: Results, stored_formats: str) -> None:
+    undisturbed = results.ranks(walk_name(None, stored_formats), Phase.TWO_RANKS)
+    for rank, run in enumerate(results.ranks(f"state is put back ({stored_formats})", Phase.TWO_RANKS)):
         expected = {**undisturbed[rank], "log": undisturbed[rank]["log"][2:]}
         assert_same(run, expected, f"rank {rank}")
 

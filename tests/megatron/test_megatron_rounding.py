@@ -11,15 +11,15 @@ from scenarios_rounding import ASKED
 
 @pytest.mark.parametrize("place", ["ours", "ours as FusedAdam"])
 def test_the_argument_counts_before_the_variable(results: Results, place: str) -> None:
-    (run,) = results.ranks("stochastic rounding, forms", Phase.ONE_RANK)
+    (run,) = results.ranks("stochastic rounding, formats", Phase.ONE_RANK)
     for argument, variable in ASKED:
-        form = "bf16_stochastic" if argument or (argument is None and variable == "1") else "bf16"
-        expected = {"exp_avg": form, "exp_avg_sq": form, "master_param": "remainder"}
+        format = "bf16_stochastic" if argument or (argument is None and variable == "1") else "bf16"
+        expected = {"exp_avg": format, "exp_avg_sq": format, "master_param": "remainder"}
         assert run[place, argument, variable] == expected, (argument, variable)
 
 
 def test_a_context_ends_with_what_was_there_before(results: Results) -> None:
-    (run,) = results.ranks("stochastic rounding, forms", Phase.ONE_RANK)
+    (run,) = results.ranks("stochastic rounding, formats", Phase.ONE_RANK)
     assert run["within"]["exp_avg"] == "bf16"
     assert run["again"]["exp_avg"] == "bf16_stochastic"
 

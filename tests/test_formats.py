@@ -1,4 +1,4 @@
-"""Stored forms: what is rounded, what survives exactly, and what encodes to the same bits again."""
+"""Stored formats: what is rounded, what survives exactly, and what encodes to the same bits again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fused_offload.kernels.formats import (
     REMAINDER,
     ROOT8,
     SCALE_BLOCK,
-    Form,
+    Format,
     Rounding,
     Stored,
     decode,
@@ -27,24 +27,26 @@ from fused_offload.kernels.formats import (
     split_remainder_,
 )
 
-SCALED = pytest.mark.parametrize("form", [FP16, FP16_NONZERO], ids=["fp16", "fp16_nonzero"])
-VALUE_FORMS = pytest.mark.parametrize(
-    "form", [FP32, BF16, FP16, FP16_NONZERO], ids=["fp32", "bf16", "fp16", "fp16_nonzero"]
+SCALED = pytest.mark.parametrize("format", [FP16, FP16_NONZERO], ids=["fp16", "fp16_nonzero"])
+VALUE_FORMATS = pytest.mark.parametrize(
+    "format", [FP32, BF16, FP16, FP16_NONZERO], ids=["fp32", "bf16", "fp16", "fp16_nonzero"]
 )
-ALL_FORMS = pytest.mark.parametrize(
-    "form", [FP32, BF16, FP16, FP16_NONZERO, ROOT8, LOG8], ids=["fp32", "bf16", "fp16", "fp16_nonzero", "root8", "log8"]
+ALL_FORMATS = pytest.mark.parametrize(
+    "format",
+    [FP32, BF16, FP16, FP16_NONZERO, ROOT8, LOG8],
+    ids=["fp32", "bf16", "fp16", "fp16_nonzero", "root8", "log8"],
 )
-STOCHASTIC = pytest.mark.parametrize("form", [BF16_STOCHASTIC, ROOT8, LOG8], ids=lambda form: form.name)
+STOCHASTIC = pytest.mark.parametrize("format", [BF16_STOCHASTIC, ROOT8, LOG8], ids=lambda format: format.name)
 
 
-def empty(form: Form, numel: int) -> Stored:
+def empty(format: Format, numel: int) -> Stored:
     # Sentinels, not zeros: an element or a scale that nobody writes must show.
-    data = torch.full((numel,), 77, dtype=form.dtype)
-    return Stored(form, data, torch.full((-(-numel // SCALE_BLOCK),), 77.0) if form.scaled else None)
+    data = torch.full((numel,), 77, dtype=format.dtype)
+    return Stored(format, data, torch.full((-(-numel // SCALE_BLOCK),), 77.0) if format.scaled else None)
 
 
-def encoded(form: Form, values: torch.Tensor, thresholds: torch.Tensor | None = None) -> Stored:
-    stored = empty(form, values.numel())
+def encoded(format: Format, values: torch.Tensor, thresholds: torch.Tensor | None = None) -> Stored:
+    stored = empty(format, values.numel())
     encode_(stored, values, thresholds)
     return stored
 
@@ -95,17 +97,17 @@ def test_bf16_rounds_to_the_nearest_even() -> None:
     assert np.array_equal(bits(encoded(BF16, values).data).numpy(), bf16_bits_by_hand(values))
 
 
-def test_nan_stays_nan_in_every_form() -> None:
+def test_nan_stays_nan_in_every_format() -> None:
     patterns = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -1], dtype=torch.int32)
-    for form in (FP32, BF16, FP16, FP16_NONZERO, ROOT8, LOG8):
-        assert decode(encoded(form, patterns.view(torch.float32))).isnan().all(), form
+    for format in (FP32, BF16, FP16, FP16_NONZERO, ROOT8, LOG8):
+        assert decode(encoded(format, patterns.view(torch.float32))).isnan().all(), format
 
 
-@VALUE_FORMS
-def test_what_a_form_can_represent_is_exact(form: Form) -> None:
+@VALUE_FORMATS
+def test_what_a_format_can_represent_is_exact(format: Format) -> None:
     values = torch.randint(-1023, 1024, (640,)).float() * 2.0**-20
-    values = values.to(torch.bfloat16).float() if form is BF16 else values
-    assert torch.equal(decode(encoded(form, values)), values)
+    values = values.to(torch.bfloat16).float() if format is BF16 else values
+    assert torch.equal(decode(encoded(format, values)), values)
 
 
 def test_fp32_keeps_every_bit() -> None:
@@ -116,9 +118,9 @@ def test_fp32_keeps_every_bit() -> None:
 
 
 @SCALED
-def test_scales_put_the_largest_magnitude_below_2_to_the_15(form: Form) -> None:
+def test_scales_put_the_largest_magnitude_below_2_to_the_15(format: Format) -> None:
     values = wide_values(300 * SCALE_BLOCK)
-    stored = encoded(form, values)
+    stored = encoded(format, values)
     assert stored.scale is not None
     mantissas, _ = np.frexp(stored.scale.numpy())
     assert (mantissas == 0.5).all()
@@ -130,28 +132,28 @@ def test_scales_put_the_largest_magnitude_below_2_to_the_15(form: Form) -> None:
 
 
 @SCALED
-def test_scaled_elements_are_rounded_to_the_nearest_even(form: Form) -> None:
+def test_scaled_elements_are_rounded_to_the_nearest_even(format: Format) -> None:
     values = wide_values(300 * SCALE_BLOCK).abs()
     # Ties between neighbouring fp16 numbers, in blocks whose scale is 1.
     values[:SCALE_BLOCK] = 2.0**14 + 8 * torch.arange(SCALE_BLOCK)
-    stored = encoded(form, values)
+    stored = encoded(format, values)
     assert stored.scale is not None
     # numpy rounds float64 to float16 correctly, and dividing by a power of two is exact in float64.
     quotient = values.double().numpy() / stored.scale.double().repeat_interleave(SCALE_BLOCK).numpy()
     expected = quotient.astype(np.float16)
-    if form.keep_nonzero:
+    if format.keep_nonzero:
         expected[(expected == 0) & (quotient > 0)] = 2.0**-24
     assert np.array_equal(stored.data.numpy().view(np.int16), expected.view(np.int16))
 
 
 @SCALED
-def test_error_within_a_block_of_huge_range(form: Form) -> None:
+def test_error_within_a_block_of_huge_range(format: Format) -> None:
     # 22 decades in one block: relative error while the value is a normal fp16 number, absolute error below.
     values = torch.logspace(-20, 2, SCALE_BLOCK)
-    stored = encoded(form, values)
+    stored = encoded(format, values)
     assert stored.scale is not None
     step = stored.scale[0].double() * 2.0**-24  # smallest fp16 number in units of the values
-    largest_error = step if form.keep_nonzero else step / 2
+    largest_error = step if format.keep_nonzero else step / 2
     error = (decode(stored).double() - values.double()).abs()
     assert (error <= torch.maximum(values.double() * 2.0**-11, largest_error)).all()
     assert error.max() > 0
@@ -172,44 +174,44 @@ def test_zero_second_moments_stay_zero() -> None:
 
 
 @SCALED
-def test_blocks_of_zeros_and_subnormals_have_the_smallest_scale(form: Form) -> None:
+def test_blocks_of_zeros_and_subnormals_have_the_smallest_scale(format: Format) -> None:
     # The scale stops at the smallest normal number, whose reciprocal is exact; there fp16 holds all that is left.
     values = torch.cat([torch.zeros(SCALE_BLOCK), torch.arange(SCALE_BLOCK).float() * 2.0**-149])
-    stored = encoded(form, values)
+    stored = encoded(format, values)
     assert stored.scale is not None
     assert stored.scale.tolist() == [2.0**-126, 2.0**-126]
     assert torch.equal(bits(decode(stored)), bits(values))
 
 
-@ALL_FORMS
-def test_encoding_what_was_decoded_gives_the_same_bits(form: Form) -> None:
+@ALL_FORMATS
+def test_encoding_what_was_decoded_gives_the_same_bits(format: Format) -> None:
     values = wide_values(2000 * SCALE_BLOCK + 17)
-    values = values.abs() if form.name == "log8" else values
-    stored = encoded(form, values)
-    assert_same_bits(encoded(form, decode(stored)), stored)
+    values = values.abs() if format.name == "log8" else values
+    stored = encoded(format, values)
+    assert_same_bits(encoded(format, decode(stored)), stored)
 
 
 @SCALED
-def test_maxima_that_round_up_to_a_power_of_two_encode_to_the_same_bits(form: Form) -> None:
+def test_maxima_that_round_up_to_a_power_of_two_encode_to_the_same_bits(format: Format) -> None:
     # One float32 below, at, and one above the tie between 2^15 - 16 and 2^15 (in units of the scale): a scale taken
     # from the unrounded maximum would double at the second encoding and cost small neighbours their last bit.
     tie = torch.tensor([2.0 - 2.0**-11], dtype=torch.float32)
     for nudge in (-1, 0, 1):
         maximum = (bits(tie) + nudge).view(torch.float32)
         small = torch.arange(1, SCALE_BLOCK, dtype=torch.float32) * 2.0**-38
-        stored = encoded(form, torch.cat([maximum, small]))
-        assert_same_bits(encoded(form, decode(stored)), stored)
+        stored = encoded(format, torch.cat([maximum, small]))
+        assert_same_bits(encoded(format, decode(stored)), stored)
 
 
 @SCALED
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("magnitude", [1.0, 1e-20, 1e-38])
-def test_infinities_and_nans_cost_their_neighbours_nothing(form: Form, value: float, magnitude: float) -> None:
+def test_infinities_and_nans_cost_their_neighbours_nothing(format: Format, value: float, magnitude: float) -> None:
     values = (torch.rand(2 * SCALE_BLOCK) + 1e-3) * magnitude
-    clean = encoded(form, values)
+    clean = encoded(format, values)
     values[5] = value
     values[SCALE_BLOCK + 127] = value
-    spoilt = encoded(form, values)
+    spoilt = encoded(format, values)
     hit = torch.zeros(values.numel(), dtype=torch.bool)
     hit[[5, SCALE_BLOCK + 127]] = True
     assert torch.equal(decode(spoilt)[hit].nan_to_num(1.0, 2.0, 3.0), values[hit].nan_to_num(1.0, 2.0, 3.0))
@@ -221,11 +223,11 @@ def test_infinities_and_nans_cost_their_neighbours_nothing(form: Form, value: fl
 
 
 @pytest.mark.gpu
-@ALL_FORMS
-def test_a_gpu_encodes_and_decodes_the_same_bits(form: Form) -> None:
+@ALL_FORMATS
+def test_a_gpu_encodes_and_decodes_the_same_bits(format: Format) -> None:
     values = torch.cat([random_fp32(2**16), wide_values(2**16), torch.rand(1000)]).abs()
     values = values.where(~values.isnan(), 1.0)  # the one thing whose bits differ
-    on_cpu, on_gpu = encoded(form, values), empty(form, values.numel())
+    on_cpu, on_gpu = encoded(format, values), empty(format, values.numel())
     on_gpu = on_gpu._replace(data=on_gpu.data.cuda(), scale=None if on_gpu.scale is None else on_gpu.scale.cuda())
     encode_(on_gpu, values.cuda())
     back = on_gpu._replace(data=on_gpu.data.cpu(), scale=None if on_gpu.scale is None else on_gpu.scale.cpu())
@@ -233,20 +235,20 @@ def test_a_gpu_encodes_and_decodes_the_same_bits(form: Form) -> None:
     assert torch.equal(bits(decode(on_gpu).cpu()), bits(decode(on_cpu)))
 
 
-@ALL_FORMS
+@ALL_FORMATS
 @pytest.mark.parametrize("numel", [1, 127, 128, 129, 255, 3 * 128 + 17])
-def test_partial_last_block(form: Form, numel: int) -> None:
+def test_partial_last_block(format: Format, numel: int) -> None:
     whole = -(-numel // SCALE_BLOCK) * SCALE_BLOCK
     values = torch.zeros(whole)
     values[:numel] = wide_values(numel, seed=numel).abs()
-    stored, padded = encoded(form, values[:numel]), encoded(form, values)
+    stored, padded = encoded(format, values[:numel]), encoded(format, values)
     assert_same_bits(stored, padded.narrow(0, numel))
     assert torch.equal(decode(stored), decode(padded)[:numel])
 
 
-@ALL_FORMS
-def test_a_narrowed_run_is_the_same_memory(form: Form) -> None:
-    stored = encoded(form, wide_values(5 * SCALE_BLOCK).abs())
+@ALL_FORMATS
+def test_a_narrowed_run_is_the_same_memory(format: Format) -> None:
+    stored = encoded(format, wide_values(5 * SCALE_BLOCK).abs())
     middle = stored.narrow(2 * SCALE_BLOCK, SCALE_BLOCK + 9)
     assert torch.equal(decode(middle), decode(stored)[2 * SCALE_BLOCK : 3 * SCALE_BLOCK + 9])
     before = decode(stored)
@@ -274,7 +276,7 @@ def test_decode_writes_where_it_is_told() -> None:
 
 
 def test_stored_bytes_count_scales() -> None:
-    assert [form.stored_bytes(256) for form in (FP32, BF16, FP16, REMAINDER, LOG8)] == [1024, 512, 520, 512, 264]
+    assert [format.stored_bytes(256) for format in (FP32, BF16, FP16, REMAINDER, LOG8)] == [1024, 512, 520, 512, 264]
 
 
 # -- 8 bits and stochastic rounding ----------------------------------------------------------------------------------
@@ -284,18 +286,18 @@ def thresholds(numel: int, *, seed: int = 0, step: int = 1, counter: int = 0, mo
     return rounding_thresholds(Rounding(seed, step, counter), numel, torch.device("cpu"))[moment]
 
 
-def narrow_values(form: Form, numel: int, seed: int = 0) -> torch.Tensor:
-    """Values over five decades; not negative where the form takes no others."""
+def narrow_values(format: Format, numel: int, seed: int = 0) -> torch.Tensor:
+    """Values over five decades; not negative where the format takes no others."""
     random = np.random.default_rng(seed)
     values = torch.from_numpy((random.normal(size=numel) * 10 ** random.uniform(-5, 0, numel)).astype(np.float32))
-    return values.abs() if form is LOG8 else values
+    return values.abs() if format is LOG8 else values
 
 
 @STOCHASTIC
-def test_stochastic_rounding_is_right_on_average(form: Form) -> None:
-    values, trials = narrow_values(form, SCALE_BLOCK), 4000
+def test_stochastic_rounding_is_right_on_average(format: Format) -> None:
+    values, trials = narrow_values(format, SCALE_BLOCK), 4000
     repeated = values.repeat(trials)
-    kept = decode(encoded(form, repeated, thresholds(repeated.numel(), seed=5))).double()
+    kept = decode(encoded(format, repeated, thresholds(repeated.numel(), seed=5))).double()
     error = (kept - repeated).view(trials, SCALE_BLOCK)
     deviation = error.mean(dim=0).abs() / (error.square().mean(dim=0) / trials + 1e-30).sqrt()
     assert (deviation > 0.1).sum() > SCALE_BLOCK / 2  # there is something to round
@@ -305,25 +307,25 @@ def test_stochastic_rounding_is_right_on_average(form: Form) -> None:
 def test_nan_stays_nan_whatever_the_threshold() -> None:
     # Taken for numbers, the last of these would be rounded up to -0.0.
     patterns = torch.tensor([0x7F800001, 0x7FC00000, 0x7FFFFFFF, -0x7FFFFF, -1], dtype=torch.int32)
-    for form in (BF16_STOCHASTIC, ROOT8, LOG8):
+    for format in (BF16_STOCHASTIC, ROOT8, LOG8):
         for threshold in (0, 1 << 16, 2**31, 2**32 - 1):
-            kept = encoded(form, patterns.view(torch.float32), torch.full((5,), threshold))
-            assert decode(kept).isnan().all(), (form, threshold)
+            kept = encoded(format, patterns.view(torch.float32), torch.full((5,), threshold))
+            assert decode(kept).isnan().all(), (format, threshold)
 
 
 @STOCHASTIC
 @pytest.mark.parametrize("kind", ["narrow", "wide", "bit patterns"])
-def test_what_is_on_the_grid_stays_whatever_the_threshold(form: Form, kind: str) -> None:
+def test_what_is_on_the_grid_stays_whatever_the_threshold(format: Format, kind: str) -> None:
     numel = 300 * SCALE_BLOCK + 17
-    values = {"narrow": narrow_values(form, numel), "wide": wide_values(numel), "bit patterns": random_fp32(numel)}[
+    values = {"narrow": narrow_values(format, numel), "wide": wide_values(numel), "bit patterns": random_fp32(numel)}[
         kind
     ]
-    values = torch.where(values.isnan(), 1.0, values.abs() if form is LOG8 else values)
+    values = torch.where(values.isnan(), 1.0, values.abs() if format is LOG8 else values)
     extremes = [torch.zeros(numel, dtype=torch.int64), torch.full((numel,), 2**32 - 1)]
     for first in (None, thresholds(numel), *extremes):
-        stored = encoded(form, values, first)
+        stored = encoded(format, values, first)
         for second in (None, thresholds(numel, step=2), *extremes):
-            assert_same_bits(encoded(form, decode(stored), second), stored)
+            assert_same_bits(encoded(format, decode(stored), second), stored)
 
 
 def test_root8_keeps_the_largest_magnitude_and_rounds_the_others_to_the_nearest() -> None:
@@ -388,14 +390,14 @@ def test_log8_says_what_no_second_moment_can_be() -> None:
     assert kept[6] == 1.0
 
 
-@pytest.mark.parametrize("form", [ROOT8, LOG8], ids=lambda form: form.name)
+@pytest.mark.parametrize("format", [ROOT8, LOG8], ids=lambda format: format.name)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_what_is_not_finite_costs_8_bit_neighbours_nothing(form: Form, value: float) -> None:
-    values = narrow_values(form, SCALE_BLOCK)
+def test_what_is_not_finite_costs_8_bit_neighbours_nothing(format: Format, value: float) -> None:
+    values = narrow_values(format, SCALE_BLOCK)
     values[7] = 0.0
-    clean = decode(encoded(form, values))
+    clean = decode(encoded(format, values))
     values[7] = value
-    spoilt = decode(encoded(form, values))
+    spoilt = decode(encoded(format, values))
     assert not spoilt[7].isfinite()
     assert torch.equal(spoilt[:7], clean[:7])
     assert torch.equal(spoilt[8:], clean[8:])
