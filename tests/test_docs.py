@@ -1,0 +1,63 @@
+"""Files and headings that the pages name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "bench/README.md",
+    *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
+)
+FOLDERS = ("", "fused_offload", "fused_offload/megatron", "tests", "docs", "tests/megatron", "bench")
+"""Folders that names of files are relative to."""
+
+OF_OTHERS = {"test_optimizer_cpu_offloading.py"}
+"""Files of other projects."""
+
+
+def slug(heading: str) -> str:
+    """Anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def files_named(text: str) -> set[str]:
+    """Names of files in backticks, without arguments."""
+    words = (word for quoted in re.findall(r"`([^`\n]+)`", text) for word in quoted.split())
+    return {word for word in words if re.fullmatch(r"[\w./*-]+\.(py|sh)", word)}
+
+
+def exists(name: str) -> bool:
+    return any(next((ROOT / folder).glob(name), None) for folder in FOLDERS)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_exist(page: str) -> None:
+    text = re.sub(r"```.*?```", "", (ROOT / page).read_text(), flags=re.DOTALL)
+    assert {name for name in files_named(text) - OF_OTHERS if not exists(name)} == set()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text()):
+        if "://" in target:
+            continue
+        name, _, anchor = target.partition("#")
+        linked = (ROOT / page).parent / name if name else ROOT / page
+        assert linked.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE)
+            assert anchor in map(slug, headings), target
+
+
+def test_the_checks_find_names() -> None:
+    assert files_named("`a/b.py`, `python c.py --x`, `d*.py`, e.py, `f.g`") == {"a/b.py", "c.py", "d*.py"}
+    assert slug("8-bit moments and `stochastic` rounding") == "8-bit-moments-and-stochastic-rounding"
+    assert exists("state/layout.py")
+    assert not exists("state/no_such.py")
