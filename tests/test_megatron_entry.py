@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from fused_offload.megatron import is_installed
-from fused_offload.megatron.install import call_after_import
-from fused_offload.megatron.options import check_model, warn_if_copies_drift
+from fused_offload.megatron.after_import import call_after_import
+from fused_offload.megatron.checks import check_model, warn_if_copies_drift
 from fused_offload.megatron.run import main
 from fused_offload.megatron.step_log import VARIABLE, checked_interval
 

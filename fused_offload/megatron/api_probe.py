@@ -1,4 +1,4 @@
-"""What of Megatron-Core this package replaces or calls, looked up by name, so that an unknown release is told apart."""
+"""Looks up the parts of Megatron-Core that this package replaces or calls, and detects unknown releases."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPLACED_METHODS = (
     "prepare_grads",
     "step_with_ready_grads",
 )
-"""Methods of DistributedOptimizer that work differently with FusedOffloadAdam inside."""
+"""Methods of DistributedOptimizer that are replaced when a FusedOffloadAdam is inside."""
 _NEEDED_METHODS = (
     *REPLACED_METHODS,
     "_get_model_param_range_map",
@@ -36,15 +36,15 @@ _NEEDED_METHODS = (
 )
 
 
-class UnknownLayoutError(RuntimeError):
-    """This Megatron-Core lacks something that the optimizer needs; the message names it."""
+class UnknownApiError(RuntimeError):
+    """This Megatron-Core lacks a part that the optimizer needs; the message names it."""
 
 
-class Layout(NamedTuple):
-    """The modules of one Megatron-Core.
+class MegatronApi(NamedTuple):
+    """The parts of one Megatron-Core.
 
     Attributes:
-        package: ``megatron.core.optimizer``, which chooses and builds optimizers.
+        package: ``megatron.core.optimizer``, the module that chooses and builds optimizers.
         distrib: the module of ``DistributedOptimizer``.
         config: the class ``OptimizerConfig``.
         version: release, for messages.
@@ -62,12 +62,12 @@ class Layout(NamedTuple):
 
     @property
     def hybrid_holders(self) -> list[ModuleType]:
-        """Every module with a global ``HybridDeviceOptimizer``; callers look it up in any of them."""
+        """Modules with a global ``HybridDeviceOptimizer``; callers look it up in any of them."""
         return [importlib.import_module(name) for name, names in _NEEDED.items() if _HYBRID in names]
 
     @property
     def adam_holders(self) -> list[ModuleType]:
-        """Modules with a global ``Adam``: the class that is built, and the one that ``isinstance`` is asked about."""
+        """Modules with a global ``Adam``, used to build optimizers and in ``isinstance`` checks."""
         return [self.package, self.distrib]
 
     @property
@@ -77,19 +77,19 @@ class Layout(NamedTuple):
 
 
 def _version() -> str:
-    # Not of `megatron.core` itself, which may still be on its way in when its optimizers are looked at.
+    # `megatron.core` itself may still be half imported when its optimizers are patched.
     try:
         return str(importlib.import_module("megatron.core.package_info").__version__)
     except (ModuleNotFoundError, AttributeError):
         return "of unknown version"
 
 
-def find_layout() -> Layout:
-    """Looks at the installed Megatron-Core.
+def find_api() -> MegatronApi:
+    """Looks up the parts of the installed Megatron-Core.
 
     Raises:
-        ImportError: if there is none.
-        UnknownLayoutError: if something that is needed has another name or place there.
+        ImportError: if a module of Megatron-Core exists but fails to import.
+        UnknownApiError: if a needed part has another name or module there.
     """
     version = _version()
     missing = []
@@ -106,11 +106,11 @@ def find_layout() -> Layout:
     if distributed is not None:
         missing += [f"DistributedOptimizer.{name}" for name in _NEEDED_METHODS if not hasattr(distributed, name)]
     if missing:
-        raise UnknownLayoutError(
+        raise UnknownApiError(
             f"Megatron-Core {version} is not laid out as FusedOffloadAdam expects: it lacks {', '.join(missing)}. "
             "Its own optimizer is left in place. Releases that work are listed in docs/megatron.md."
         )
-    return Layout(
+    return MegatronApi(
         package=modules["megatron.core.optimizer"],
         distrib=modules["megatron.core.optimizer.distrib_optimizer"],
         config=modules["megatron.core.optimizer.optimizer_config"].OptimizerConfig,

@@ -1,14 +1,15 @@
-"""Megatron-FSDP, version 1: a DistributedOptimizer over its shards, and checkpoints whose moments stay in host memory.
+"""Megatron-FSDP, version 1: a DistributedOptimizer over its shards, with moments in host memory.
 
-Megatron-FSDP owns the master weights: the optimizer's parameters are its fp32 shards, and what it computes with is made
-from them after each step. So the optimizer keeps moments alone.
+Megatron-FSDP owns the master weights. The optimizer's parameters are its fp32 shards, and
+Megatron-FSDP makes the model's parameters from them after each step. So the optimizer keeps moments
+alone, and checkpoints save and load them in host memory.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,8 +25,13 @@ _KNOWN_CHUNK = "_fused_offload_chunk"
 _CHUNK_METHODS = ("__create_chunk_list__", "__create_write_items__")
 
 
+def uses_fsdp(model_chunks: Sequence[Any]) -> bool:
+    """Whether a model is wrapped by Megatron-FSDP, version 1."""
+    return any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in model_chunks)
+
+
 def take_flags(inner: MegatronAdam, config: Any) -> None:
-    """Sets what Megatron itself sets, though only with TransformerEngine and only after the optimizer is adapted.
+    """Sets the flags of an inner optimizer that Megatron itself sets too late, and only with TransformerEngine.
 
     Args:
         inner: the inner optimizer, as it was built.
@@ -49,7 +55,7 @@ class FsdpHooks:
         """
         self._distributed = distributed
         leave_state_on_host()
-        # Megatron-Bridge and NeMo-RL copy from one of these to the other after a load, whoever has the masters.
+        # Megatron-Bridge and NeMo-RL copy from one list to the other after a load, whoever owns the masters.
         distributed.model_float16_groups, distributed.shard_fp32_from_float16_groups = [], []
         distributed.reload_model_params = self.reload_model_params
         for name in ("sharded_param_state_fsdp_dtensor", "_init_optimizer_states_with_dummy_values"):
@@ -63,14 +69,14 @@ class FsdpHooks:
         return inner_of(self._distributed)
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Does nothing: Megatron-FSDP has the masters.
+        """Does nothing: Megatron-FSDP owns the masters.
 
         Args:
             state_dict: not used.
         """
 
     def _init_optimizer_states_with_dummy_values(self) -> None:
-        """Makes state and step counts to load into, without the step that decays weights and reads old gradients."""
+        """Makes state and step counts to load into. Decays no weight and reads no gradient."""
         self.inner.dummy_step()
         for group in self.inner.param_groups:
             group.setdefault("step", 0)
@@ -79,11 +85,13 @@ class FsdpHooks:
         """State and settings by the parameters' names, in the order of the groups, which all ranks share.
 
         Args:
-            is_loading: not used: state is made where there is none in either case, so that a checkpoint is complete.
+            is_loading: not used. Missing state is made in either case, so that a checkpoint is
+                complete.
 
         Returns:
-            As Megatron's own; moments are DTensors over the memory where they live, which a reader fills in, or new
-            ones where their format has scales. ``step`` is there per parameter too, as torch's optimizers have it.
+            Dictionaries as Megatron's own. Moments are DTensors over their storage, for a reader to
+            fill in, or new ones where the stored format has scales. ``step`` also stands beside each
+            parameter's state, as in torch's optimizers.
         """
         self._init_optimizer_states_with_dummy_values()
         packed = self.inner.packed_with_steps()
@@ -103,10 +111,10 @@ class FsdpHooks:
 
 
 def _chunk_of(param: Any) -> Any:
-    """Which part of the whole this rank has of a parameter, or None where only all ranks together know.
+    """This rank's chunk of a parameter, or None where the chunk depends on the other ranks.
 
-    Megatron-FSDP notes for each shard which elements of the flat parameter it has. Where nothing else divides the
-    parameter, that is all there is to know.
+    Megatron-FSDP notes the elements of the flat parameter that each shard holds. They determine the
+    chunk where nothing else divides the parameter.
     """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.tensor import Shard
@@ -129,14 +137,16 @@ def _chunk_of(param: Any) -> Any:
 
 
 def leave_state_on_host() -> None:
-    """Makes Megatron's checkpoints of Megatron-FSDP save from and load into state in host memory; once, for good.
+    """Makes checkpoints of Megatron-FSDP save from and load into state in host memory; once, for good.
 
-    Gated MLPs, gated delta nets and fused projections of latent attention are saved in parts. Each part becomes a
-    DTensor, which torch puts on the device of the mesh: a reader would then fill in a copy on the GPU that nobody looks
-    at again. And what a rank has of a whole moment is told from its parameter instead of by asking all ranks.
+    Gated MLPs, gated delta nets and fused projections of latent attention are saved in parts. Each
+    part becomes a DTensor, which torch puts on the device of the mesh. A load would then fill in a
+    copy on the GPU, and the moments in host memory would keep their old values.
+
+    The chunk of a rank is taken from its parameter where possible, without asking all ranks.
 
     Raises:
-        RuntimeError: for a Megatron-Core where these functions are elsewhere.
+        RuntimeError: for a Megatron-Core without these functions.
     """
     for module_name, name, wrapped in (
         (_SPLITS, "make_fsdp_dtensor", _wrapped_make),
@@ -185,10 +195,10 @@ def _wrapped_split(split: Callable[..., Iterator[Any]]) -> Callable[..., Iterato
 
 
 def _over(made: Any, local: torch.Tensor) -> Any:
-    """``made``, or, where its elements are a copy of what is in host memory, the same over ``local``.
+    """A DTensor over ``local`` if ``made`` is a copy of it on the GPU, else ``made``.
 
-    The copy is made all the same: other ranks may have this state on their GPUs, and all take part in the checks of
-    ranks against each other that come with it. It goes with ``made``.
+    The copy has to be made nevertheless: other ranks may have this state on their GPUs, and all
+    ranks take part in the checks against each other that Megatron makes with it.
     """
     moved = made._local_tensor
     if local.device.type != "cpu" or moved.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():

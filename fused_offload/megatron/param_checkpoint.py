@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from fused_offload.state.entry import check_storable
 
 from .adam import MegatronAdam
 
-_INT16 = torch.iinfo(torch.int16)
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -126,29 +125,3 @@ def refresh_megatrons_master(master: torch.Tensor, weights: torch.Tensor) -> Non
     is_rounding = (master.to(weights.dtype) == weights) | (master.isnan() & weights.isnan())
     with torch.no_grad():
         master.copy_(torch.where(is_rounding, master, weights.float()))
-
-
-def are_remainders(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:
-    """Whether what a checkpoint calls masters are 16-bit remainders, turned into floats on the way.
-
-    TransformerEngine's FusedAdam saves remainders under the masters' name, and readers of checkpoints convert dtypes
-    silently. Remainders are whole numbers that have nothing to do with the parameters; masters of a whole model are
-    not, and those of a few parameters (a norm's weights before the first step) round to their parameters.
-
-    Args:
-        masters: values, and the bfloat16 parameter that was loaded beside them where it is known, of all that this
-            rank sees.
-    """
-    foreign = False
-    for values, param in masters:
-        if not values.is_floating_point():
-            return values.dtype == torch.int16
-        flat = values.reshape(-1)
-        whole = (flat == flat.round()) & (flat >= _INT16.min) & (flat <= _INT16.max)
-        if not whole.all():
-            return False
-        if param is None:
-            foreign = foreign or flat.numel() > 0
-        else:
-            foreign = foreign or bool((flat.to(param.dtype) != param.detach().to(flat.device).reshape(-1)).any())
-    return foreign

@@ -11,7 +11,7 @@ from registry import Phase, Results
 from scenarios_checkpoint import BEFORE
 from scenarios_foreign import FROM_REMAINDERS, TRANSFERS, WRITTEN_FORMATS, Transfer, written_name
 
-from fused_offload.megatron.param_checkpoint import are_remainders
+from fused_offload.megatron.remainders import are_remainders
 
 ALL = pytest.mark.parametrize("case", TRANSFERS, ids=lambda case: case.name)
 REFUSED = [case for case in FROM_REMAINDERS if case.kind != "dp_reshardable"]

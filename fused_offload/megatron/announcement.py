@@ -1,0 +1,55 @@
+"""Lines that tell the user on the first rank which optimizer is active and where its state lives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .adam import MegatronAdam
+
+
+def announce(inners: Sequence[MegatronAdam], megatron_version: str) -> None:
+    """Prints on the first rank the active class, the stored state, its share on the host, and the window.
+
+    Args:
+        inners: inner optimizers of one model, at least one, all in the same place.
+        megatron_version: release of Megatron-Core.
+    """
+    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+        return
+    inner, planned_bytes = inners[0], sum(inner.planned_bytes() for inner in inners)
+    stored = ", ".join(f"{key} as {format}" for key, format in inner.planned_formats().items())
+    lines = [
+        f"fused-offload: FusedOffloadAdam in the place of {inner.place} (megatron-core {megatron_version}), "
+        f"numerics={inner.numerics}.",
+        f"fused-offload: {inner.offload.fraction:.0%} of {planned_bytes / 1e9:.3g} GB of optimizer state on "
+        f"this rank ({stored}) in host memory; an asynchronous checkpoint copies it there once more.",
+        *_about_masters(inner),
+        *_about_window(inner),
+    ]
+    print("\n".join(lines), flush=True)
+
+
+def _about_masters(inner: MegatronAdam) -> list[str]:
+    if inner.master_owner is not None:
+        return [f"fused-offload: {inner.master_owner} owns the master weights and keeps them on the GPU; moments move."]
+    if not inner.master_weights:
+        return [
+            "fused-offload: Megatron keeps the fp32 master weights on the GPU in this mode. "
+            "--use-precision-aware-optimizer moves them to the host, too."
+        ]
+    return []
+
+
+def _about_window(inner: MegatronAdam) -> list[str]:
+    size = inner.offload.window_bytes
+    if not size:
+        return []
+    if inner.is_attached:
+        most = "what activations gave back" if isinstance(size, str) else f"{size / 1e9:.3g} GB"
+        return [f"fused-offload: up to {most} of it moves under the backward and the next forward pass."]
+    return [
+        "fused-offload: no state moves under backward: window_bytes needs Megatron's distributed optimizer "
+        "(--use-distributed-optimizer)."
+    ]

@@ -1,0 +1,152 @@
+"""Checks of Megatron's configuration and model: refuses unsupported ones, and warns of risky ones."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fused_offload.params.dense import has_own_memory
+from fused_offload.params.dtensors import local_of
+from fused_offload.rules.arguments import check_master_dtype, check_modes
+
+from .fsdp import uses_fsdp
+from .options import takes_hybrid_place
+
+_OTHER_OFFLOADERS = ("chunked_optimizer_state_offload", "offload_optimizer_states")
+
+
+def check_config(config: Any) -> None:
+    """Refuses a configuration that the optimizer does not support, as early as Megatron's own checks.
+
+    Args:
+        config: Megatron's OptimizerConfig, after its own ``__post_init__``, for which a
+            FusedOffloadAdam is going to be built.
+
+    Raises:
+        ValueError: names the field and what to change.
+        RuntimeError: for stored dtypes that are not supported.
+    """
+    fraction = config.optimizer_offload_fraction
+    if config.optimizer_cpu_offload and (isinstance(fraction, bool) or not 0.0 <= fraction <= 1.0):
+        raise ValueError(f"Invalid optimizer_offload_fraction: {fraction!r}, it should be a number in [0, 1]")
+    if getattr(config, "optimizer_cuda_graph", False):
+        raise ValueError(
+            "FusedOffloadAdam does not support optimizer_cuda_graph: its step copies state to and from the host. "
+            "Leave --optimizer-cuda-graph out."
+        )
+    others = [name for name in _OTHER_OFFLOADERS if getattr(config, name, False)]
+    if others:
+        raise ValueError(
+            f"{others[0]} and FusedOffloadAdam both move the optimizer's state to the host. Leave {others[0]} out, or "
+            "do not install FusedOffloadAdam."
+        )
+    if config.use_precision_aware_optimizer:
+        check_master_dtype(config.main_params_dtype)
+        check_modes(
+            amsgrad=False,
+            capturable=False,
+            exp_avg_dtype=config.exp_avg_dtype,
+            exp_avg_sq_dtype=config.exp_avg_sq_dtype,
+            numerics="ieee",
+        )
+
+
+def check_model(config: Any, model_chunks: Sequence[Any]) -> None:
+    """Refuses models that the optimizer does not support.
+
+    Args:
+        config: Megatron's OptimizerConfig.
+        model_chunks: the wrapped model.
+
+    Raises:
+        ValueError: names the cause and what to change.
+    """
+    for chunk in model_chunks:
+        if type(chunk).__name__ == "FullyShardedDataParallelV2":
+            raise ValueError(
+                "FusedOffloadAdam supports version 1 of Megatron-FSDP, but not version 2. Use version 1 "
+                "(megatron_fsdp_version=1) or the distributed optimizer alone, or do not install FusedOffloadAdam."
+            )
+        if uses_fsdp([chunk]):
+            _check_fsdp(config, chunk.ddp_config)
+        elif config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            _refuse_quantised(chunk)
+        model_config = getattr(chunk, "config", None)
+        if getattr(model_config, "qk_clip", False) and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
+            raise ValueError(
+                "qk_clip rewrites Megatron's own master weights, and with a precision-aware optimizer there are none: "
+                "the masters belong to the optimizer. Leave --qk-clip or --use-precision-aware-optimizer out."
+            )
+
+
+def _refuse_quantised(chunk: Any) -> None:
+    """Refuses quantised parameters of an optimizer that owns the masters: it cannot write them."""
+    for name, param in chunk.named_parameters():
+        local = local_of(param)
+        if param.requires_grad and not has_own_memory(local):
+            raise ValueError(
+                f"{name} is a {type(local).__name__}, which FusedOffloadAdam cannot write. With a precision-aware "
+                "optimizer it would have to, since the master weights are its own: those of parameters in FP8 are "
+                "Megatron's only with --fp8-recipe blockwise, tensorwise or mxfp8 and without "
+                "--optimizer-cpu-offload. Change that, or leave --use-precision-aware-optimizer or "
+                "--fp8-param-gather out."
+            )
+
+
+def _check_fsdp(config: Any, ddp_config: Any) -> None:
+    handed, read = "megatron_fsdp_use_decoupled_grad", "use_precision_aware_optimizer"
+    if not hasattr(ddp_config, handed):
+        raise ValueError(
+            f"This Megatron-Core has no DistributedDataParallelConfig.{handed}, and its Megatron-FSDP leaves gradients "
+            "where no precision-aware step reads them. Use 0.18.2 or newer, or the distributed optimizer alone, or do "
+            "not install FusedOffloadAdam."
+        )
+    if bool(getattr(ddp_config, handed)) != bool(getattr(config, read)):
+        raise ValueError(
+            f"DistributedDataParallelConfig.{handed}={getattr(ddp_config, handed)}, but OptimizerConfig.{read}="
+            f"{getattr(config, read)}: Megatron-FSDP would leave gradients where no step reads them. Set both alike."
+        )
+
+
+def warn_if_copies_drift(config: Any, model_chunks: Sequence[Any], *, stochastic_rounding: bool) -> None:
+    """Warns where a weight has copies on several pipeline stages that are not rounded alike.
+
+    Args:
+        config: Megatron's OptimizerConfig.
+        model_chunks: the wrapped model.
+        stochastic_rounding: whether bfloat16 moments are rounded stochastically.
+    """
+    if not config.use_precision_aware_optimizer:
+        return
+    dtypes = {"exp_avg_dtype": config.exp_avg_dtype, "exp_avg_sq_dtype": config.exp_avg_sq_dtype}
+    dtypes["main_params_dtype"] = config.main_params_dtype
+    by_place = [
+        f"{name} {str(dtype).removeprefix('torch.')}"
+        for name, dtype in dtypes.items()
+        if dtype in (torch.uint8, torch.float16) or (stochastic_rounding and dtype == torch.bfloat16)
+    ]
+    has_copies = any(
+        getattr(param, "shared_embedding", False) for chunk in model_chunks for param in chunk.parameters()
+    )
+    if by_place and has_copies:
+        warnings.warn(
+            f"With {', '.join(by_place)}, rounding depends on where a weight lies in its rank's shard, and the "
+            "embedding and the output layer, which share their weights, lie on two pipeline stages: their copies drift "
+            "apart. "
+            "Untie them (--untie-embeddings-and-output-weights), or store moments in bf16 without stochastic rounding "
+            "or in fp32.",
+            stacklevel=2,
+        )
+
+
+def warn_if_nothing_moves(config: Any) -> None:
+    """Warns where the flags offload nothing."""
+    if takes_hybrid_place(config) and config.optimizer_offload_fraction == 0:
+        warnings.warn(
+            "optimizer_offload_fraction is 0: FusedOffloadAdam keeps all optimizer state on the GPU. Set "
+            "--optimizer-offload-fraction 1.0 to move it to host memory.",
+            stacklevel=2,
+        )

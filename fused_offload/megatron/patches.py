@@ -1,0 +1,146 @@
+"""Patches of Megatron-Core's modules and classes that make it build FusedOffloadAdam."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .adam import MegatronAdam
+from .adaptation import adapt
+from .announcement import announce
+from .api_probe import MegatronApi, UnknownApiError, find_api
+from .checks import check_config, check_model, warn_if_copies_drift, warn_if_nothing_moves
+from .fsdp import take_flags, uses_fsdp
+from .options import remember_remainders, restore_remainders, takes_hybrid_place
+from .replacements import FusedAdamPlaceAdam, Settings, building, hybrid_place, methods_that_name
+from .step_log import log_steps
+from .te_check import warn_where_bits_differ
+
+
+class Installation:
+    """The patches of one call of `install`.
+
+    Attributes:
+        settings: arguments of the latest call of `install`.
+        replaced: objects, attribute names and former values, in the order of replacement.
+        announced: places that were named to the user.
+        warned: places about whose configuration the user was warned.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Patches nothing yet."""
+        self.settings = settings
+        self.replaced: list[tuple[Any, str, Any]] = []
+        self.announced: set[str] = set()
+        self.warned: set[str] = set()
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Sets an attribute and keeps its former value for `undo`."""
+        self.replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, value)
+
+    def undo(self) -> None:
+        """Restores all attributes."""
+        for owner, name, value in reversed(self.replaced):
+            setattr(owner, name, value)
+        self.replaced.clear()
+
+    def fill_places(self) -> None:
+        """Patches the imported Megatron-Core; an unknown release gets a warning and stays as it is."""
+        try:
+            api = find_api()
+        except UnknownApiError as error:
+            warnings.warn(str(error), stacklevel=3)
+            return
+        stock = api.package.HybridDeviceOptimizer
+        place = hybrid_place(stock)
+        for name, method in methods_that_name(stock, "HybridDeviceOptimizer").items():
+            self.replace(stock, name, method)
+        for module in api.hybrid_holders:
+            self.replace(module, "HybridDeviceOptimizer", place)
+        if api.uses_te:
+            for module in api.adam_holders:
+                self.replace(module, "Adam", FusedAdamPlaceAdam)
+        factory = getattr(api.package, api.factory_name)
+        self.replace(api.package, api.factory_name, _wrapped_factory(factory, api, self))
+        chain = api.package.ChainedOptimizer
+        self.replace(chain, "__init__", _wrapped_chain(chain.__init__, api, self))
+        post_init = api.config.__post_init__
+        self.replace(api.config, "__post_init__", _wrapped_post_init(post_init, api))
+
+
+def _is_ours(config: Any, api: MegatronApi) -> bool:
+    return takes_hybrid_place(config) or (
+        config.optimizer == "adam" and api.uses_te and not config.optimizer_cpu_offload
+    )
+
+
+def _wrapped_post_init(post_init: Callable[[Any], None], api: MegatronApi) -> Callable[[Any], None]:
+    @functools.wraps(post_init)
+    def checked_post_init(config: Any) -> None:
+        remember_remainders(config)
+        post_init(config)
+        if _is_ours(config, api):
+            if takes_hybrid_place(config):
+                restore_remainders(config)
+            check_config(config)
+
+    return checked_post_init
+
+
+def _wrapped_factory(factory: Callable[..., Any], api: MegatronApi, installation: Installation) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def build(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_ours(config, api):
+            return factory(config, model_chunks, *args, **kwargs)
+        check_config(config)  # fields may have been set since the configuration was made
+        # Releases up to 0.17 hand over a chunk of Megatron-FSDP by itself.
+        check_model(config, model_chunks if isinstance(model_chunks, (list, tuple)) else [model_chunks])
+        if not takes_hybrid_place(config) and (installation.settings.numerics or "te") == "te":
+            warn_where_bits_differ()
+        with building(config, installation.settings):
+            optimizer = factory(config, model_chunks, *args, **kwargs)
+        inner = getattr(optimizer, "optimizer", None)
+        with_fsdp = uses_fsdp(model_chunks)
+        if with_fsdp and isinstance(inner, MegatronAdam):
+            take_flags(inner, config)
+        adapt(optimizer, api)
+        if with_fsdp and not _is_virtual_stage(model_chunks):
+            _introduce([optimizer], api, installation)  # Megatron makes no chain of it
+        if isinstance(inner, MegatronAdam) and inner.place not in installation.warned:
+            installation.warned.add(inner.place)
+            warn_if_nothing_moves(config)
+            warn_if_copies_drift(config, model_chunks, stochastic_rounding=inner.stochastic_rounding)
+        return optimizer
+
+    return build
+
+
+def _wrapped_chain(init: Callable[..., None], api: MegatronApi, installation: Installation) -> Callable[..., None]:
+    """Announces the optimizers of a model when all are built: Megatron chains them, even a single one."""
+
+    @functools.wraps(init)
+    def announcing_init(chain: Any, *args: Any, **kwargs: Any) -> None:
+        init(chain, *args, **kwargs)
+        _introduce(chain.chained_optimizers, api, installation)
+
+    return announcing_init
+
+
+def _introduce(optimizers: Sequence[Any], api: MegatronApi, installation: Installation) -> None:
+    """Announces the optimizers, once for each place, and starts the log of steps."""
+    inners = [getattr(optimizer, "optimizer", None) for optimizer in optimizers]
+    ours = [inner for inner in inners if isinstance(inner, MegatronAdam)]
+    if ours and ours[0].place not in installation.announced:
+        installation.announced.add(ours[0].place)
+        announce(ours, api.version)
+    if ours and installation.settings.log_interval is not None:
+        log_steps(ours, installation.settings.log_interval)
+
+
+def _is_virtual_stage(model_chunks: Sequence[Any]) -> bool:
+    """Whether Megatron builds further optimizers for this rank and chains all of them."""
+    size = getattr(getattr(model_chunks[0], "config", None), "virtual_pipeline_model_parallel_size", None)
+    return (size or 1) > 1

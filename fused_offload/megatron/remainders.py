@@ -1,0 +1,89 @@
+"""Detects checkpoints that hold 16-bit remainders in the place of fp32 master weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from .adam import inner_of
+from .shards import Shards
+
+_INT16 = torch.iinfo(torch.int16)
+REFUSED_REMAINDERS = (
+    "This checkpoint's optimizer state holds the 16-bit remainders of TransformerEngine's store_param_remainders under "
+    "the name of the fp32 master weights, turned into floats. In the {format} format they were gathered without the "
+    "parameters that they belong to. Save it with OptimizerConfig.store_param_remainders=False or in the "
+    "dp_reshardable format, or load it with the optimizer that wrote it."
+)
+
+
+def are_remainders(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:
+    """Whether the master weights of a checkpoint are 16-bit remainders that were converted to floats.
+
+    TransformerEngine's FusedAdam saves remainders under the masters' name, and readers of
+    checkpoints convert dtypes silently. Remainders are whole numbers unrelated to the parameters.
+    Masters of a whole model are not all whole numbers. Masters of a few parameters may be (a norm's
+    weights before the first step), but they round to their parameters.
+
+    Args:
+        masters: all values that this rank sees, each with the bfloat16 parameter that was loaded
+            beside it, or None where that is unknown.
+    """
+    foreign = False
+    for values, param in masters:
+        if not values.is_floating_point():
+            return values.dtype == torch.int16
+        flat = values.reshape(-1)
+        whole = (flat == flat.round()) & (flat >= _INT16.min) & (flat <= _INT16.max)
+        if not whole.all():
+            return False
+        if param is None:
+            foreign = foreign or flat.numel() > 0
+        else:
+            foreign = foreign or bool((flat.to(param.dtype) != param.detach().to(flat.device).reshape(-1)).any())
+    return foreign
+
+
+def holds_remainders(distributed: Any, shards: Shards, state_dict: dict[str, Any]) -> bool:
+    """Whether a loaded state dict holds remainders beside the parameters that they belong to.
+
+    Args:
+        distributed: a DistributedOptimizer whose inner optimizer is a `MegatronAdam`.
+        shards: its shards.
+        state_dict: as its ``load_state_dict`` takes it.
+
+    Raises:
+        ValueError: for remainders in a format that lost their parameters.
+    """
+    if not inner_of(distributed).master_weights or "param_state" not in state_dict:
+        return False
+    state, kind = state_dict["param_state"], state_dict.get("param_state_sharding_type")
+    if kind == "dp_reshardable":
+        return are_remainders(_loaded_shards(distributed, shards, state))
+    if kind == "fully_reshardable" and are_remainders(_loaded_params(distributed, state)):
+        raise ValueError(REFUSED_REMAINDERS.format(format=kind))
+    return False
+
+
+def _loaded_shards(distributed: Any, shards: Shards, state: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Masters and parameters in the buckets of the dp_reshardable format."""
+    for index, ranges in enumerate(distributed.gbuf_ranges):
+        for dtype, buckets in ranges.items():
+            for bucket, loaded in zip(buckets, state[index][dtype], strict=True):
+                whole = [tensors for tensors in loaded if not tensors["padding"]]
+                for model_param, tensors in zip(bucket["param_map"], whole, strict=False):
+                    if model_param.dtype == torch.bfloat16 and isinstance(tensors.get("param"), torch.Tensor):
+                        yield tensors["param"], shards.of(model_param).param
+
+
+def _loaded_params(distributed: Any, state: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Whole masters and parameters of the fully_reshardable format."""
+    index = 0
+    for buffer in distributed.buffers:
+        for model_param in buffer.param_index_map:
+            values = state[index].get("param", state[index].get("fp32_param"))
+            index += 1
+            if model_param.dtype == torch.bfloat16 and isinstance(values, torch.Tensor):
+                yield values, model_param
