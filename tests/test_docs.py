@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from test_rooms import ROOMS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
@@ -54,6 +55,14 @@ def test_links_lead_somewhere(page: str) -> None:
         if anchor:
             headings = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.MULTILINE)
             assert anchor in map(slug, headings), target
+
+
+def test_rooms_stand_in_the_design_in_their_order() -> None:
+    [block] = re.findall(
+        r"^## 4\. Rooms\n+```\n(.*?)```", (ROOT / "docs/design.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    shown = re.findall(r"(?:^|(?<=\s))(\w+)(?:/|\.py)(?=\s)", block)
+    assert shown == [*ROOMS[:1], "fused_offload", *(room for room in ROOMS[1:] if room != "__init__")]
 
 
 def test_the_checks_find_names() -> None:
