@@ -19,7 +19,7 @@ from scale import DUPLEX_MIB, Scale
 from fused_offload import OffloadConfig
 from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH
 from fused_offload.plan.transfer_settings import Streaming, default_streaming, streaming_of
-from fused_offload.profiles import profile as profiles
+from fused_offload.profiles import profile_files as profiles
 from fused_offload.tuning.candidates import candidates, label
 from fused_offload.tuning.step_harness import NARROW, WIDE, Rig, rig
 

@@ -199,6 +199,15 @@ def _add_plan(commands: Any) -> None:
         epilog=_PLAN_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_model(plan)
+    _add_dtypes(plan)
+    _add_ranks(plan)
+    _add_offload(plan)
+    _add_machine(plan)
+    plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _add_model(plan: argparse.ArgumentParser) -> None:
     model = plan.add_argument_group("model: one of --params, --config, or Megatron's sizes")
     model.add_argument("--params", type=units.count, metavar="N", help="of the whole model, such as 13e9 or 13B")
     model.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json on this machine")
@@ -206,15 +215,21 @@ def _add_plan(commands: Any) -> None:
         model.add_argument(f"--{name}", type=units.positive_int, metavar="N", help=_SIZE_HELP.get(name))
     model.add_argument("--tied", action="store_true", help="the output layer is the embedding")
     model.add_argument("--no-gated", action="store_true", help="MLPs of two matrices instead of SwiGLU's three")
-    formats = plan.add_argument_group("dtypes")
-    formats.add_argument("--param-dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
-    formats.add_argument(
+
+
+def _add_dtypes(plan: argparse.ArgumentParser) -> None:
+    dtypes = plan.add_argument_group("dtypes")
+    dtypes.add_argument("--param-dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
+    dtypes.add_argument(
         "--grad-dtype", choices=DTYPES, help="default: --param-dtype; Megatron's are fp32 unless it is told otherwise"
     )
-    formats.add_argument("--master", choices=MASTERS, help="default: fp32, and none for fp32 parameters")
-    formats.add_argument(
+    dtypes.add_argument("--master", choices=MASTERS, help="default: fp32, and none for fp32 parameters")
+    dtypes.add_argument(
         "--moments", choices=MOMENT_DTYPES, default="fp32", help="stored dtype of both moments; default: %(default)s"
     )
+
+
+def _add_ranks(plan: argparse.ArgumentParser) -> None:
     ranks = plan.add_argument_group("ranks")
     ranks.add_argument(
         "--data-parallel",
@@ -238,6 +253,9 @@ def _add_plan(commands: Any) -> None:
         metavar="N",
         help="with state in one host's memory; default: 1",
     )
+
+
+def _add_offload(plan: argparse.ArgumentParser) -> None:
     defaults = OffloadConfig()
     offload = plan.add_argument_group("offload, as in OffloadConfig")
     offload.add_argument(
@@ -271,6 +289,9 @@ def _add_plan(commands: Any) -> None:
         metavar="N",
         help=f"default: what tune chose on this machine (not with --link-gbps), or {DEFAULT_DEPTH}",
     )
+
+
+def _add_machine(plan: argparse.ArgumentParser) -> None:
     machine = plan.add_argument_group("machine")
     machine.add_argument("--gpu-memory", type=units.positive_gb, metavar="GB", help="of one GPU, such as 80 or 79GiB")
     machine.add_argument(
@@ -290,7 +311,6 @@ def _add_plan(commands: Any) -> None:
         help="each way, both directions busy; default: this machine's profile (fused-offload tune), or else "
         f"{DEFAULT_LINK_GBPS:g}, an H100 over PCIe 5 x16, an assumption",
     )
-    plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _add_tune(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""Where optimizer state lives and how it is moved: the one place for knobs and their defaults."""
+"""Configuration of the offload, with all its defaults."""
 
 from __future__ import annotations
 
@@ -13,48 +13,53 @@ from fused_offload.profiles.units import MIB
 from .profiles import units
 
 DEFAULT_CHUNK_BYTES = 48 * MIB
-"""Chunk size where no profile of the machine says another, and the state has enough chunks of it."""
+"""Largest chunk size without a profile of the machine."""
 
 LEAST_DEFAULT_CHUNK_BYTES = 8 * MIB
-"""Chunk size of small state where no profile of the machine says another."""
+"""Smallest chunk size without a profile of the machine."""
 
 DEFAULT_DEPTH = 3
-"""Depth where no profile of the machine says another."""
+"""Depth without a profile of the machine."""
 
 DEFAULT_PROGRAMS = 64
-"""Programs of a zero-copy kernel where no profile says another: 64 and 128 are within 3 %, 16 up to 61 % slower (H100,
-PCIe 5 x16, two sweeps)."""
+"""Programs of a zero-copy kernel without a profile of the machine.
+
+64 and 128 are within 3 % of each other; 16 is up to 61 % slower (H100, PCIe 5 x16, two sweeps).
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """Knobs of the offload. Every combination gives bitwise the same training.
+    """Settings of the offload. All combinations give bitwise the same training.
 
-    ``"auto"`` takes what ``fused-offload tune`` found on this machine, where it was run, and else a default. Sizes are
-    numbers of bytes, or texts such as ``"48MiB"`` and ``"8GiB"``, which become numbers.
+    ``"auto"`` takes the choice of ``fused-offload tune`` on this machine, or a default without one.
+    Sizes are numbers of bytes, or texts such as ``"48MiB"`` and ``"8GiB"``, which become numbers.
 
     Attributes:
-        fraction: share of the state bytes that lives in host memory, in [0, 1]. In group order, whole parameters are
-            offloaded until their state reaches this share; the rest stays on the parameters' device.
-        chunk_bytes: state bytes that are moved and updated at a time, in one direction. The GPU holds up to ``depth``
-            chunks. Too small costs launches, too large delays the first kernel and the last write-back. A chunk has
-            at least 128 elements. By default a sixteenth of the state, but 8 MiB at least and 48 MiB at most.
-        depth: chunks in flight. 3, the default, keeps both directions of the link and the kernel busy; 2 saves a chunk
-            of GPU memory. With 1 to 100 million parameters 2 took 7 % less to 14 % more time (H100 over PCIe 5,
-            two sweeps).
-        transport: ``"copy"`` moves chunks with the copy engines, through staging on the GPU. With ``"zero_copy"`` the
-            kernel reads and writes host memory itself, without staging: for links that are as fast for a kernel as
-            for a copy, and for little state; measured slower for much state over PCIe 5, and it takes multiprocessors
-            from what runs beside. ``"auto"`` is ``"copy"`` without a profile, without ``pin``, and where
-            ``chunk_bytes`` or ``depth`` are given.
-        zero_copy_programs: programs of the zero-copy kernel at most; more than keep the link busy only take
-            multiprocessors. By default 64.
-        window_bytes: GPU bytes of state that may be prefetched under backward and written back under the next forward
-            pass, by `FusedOffloadAdam.prefetch` or `FusedOffloadAdam.attach`. 0 streams everything within the step.
-            ``"auto"``: what activations have given back, as `FusedOffloadAdam.attach` learns.
-        graph: has no effect any more, and True gives a ``DeprecationWarning``. It replayed the step as a CUDA graph,
-            which was at most 2 % faster and up to 31 % slower.
-        pin: page-lock the host memory. Without it copies go through the driver's bounce buffers and nothing overlaps.
+        fraction: share of the state bytes in host memory, from 0 to 1. Whole parameters are
+            offloaded in group order until their state reaches this share. The state of the others
+            stays on the parameters' device.
+        chunk_bytes: state bytes of a chunk in one direction. The GPU holds up to ``depth`` chunks
+            of at least 128 elements. Small chunks cost launches; large ones delay the first kernel
+            and the last write-back. The default is a sixteenth of the state, from 8 to 48 MiB.
+        depth: chunks in flight. The default, 3, keeps both directions of the link and the kernel
+            busy; 2 saves a chunk of GPU memory. With 1 to 100 million parameters, 2 took 7 % less
+            to 14 % more time (H100 over PCIe 5, two sweeps).
+        transport: ``"copy"`` moves chunks with the copy engines, through staging memory on the GPU.
+            With ``"zero_copy"`` the kernel accesses host memory directly. That suits small state
+            and links that a kernel uses as fast as a copy does. It was slower for large state over
+            PCIe 5, and it takes multiprocessors from concurrent kernels. ``"auto"`` is ``"copy"``
+            without a profile, without ``pin``, or if ``chunk_bytes`` or ``depth`` is given.
+        zero_copy_programs: maximum number of programs of the zero-copy kernel. Programs beyond
+            those that saturate the link only take multiprocessors. The default is 64.
+        window_bytes: GPU bytes for state that is prefetched under the backward pass and written
+            back under the next forward pass, by `FusedOffloadAdam.prefetch` or
+            `FusedOffloadAdam.attach`. With 0 all state streams within the step. ``"auto"`` uses
+            the memory that activations have freed, as `FusedOffloadAdam.attach` measures it.
+        graph: has no effect, and True gives a ``DeprecationWarning``. It replayed the step as a
+            CUDA graph, which was at most 2 % faster and up to 31 % slower.
+        pin: page-lock the host memory. Without it copies go through the driver's bounce buffers and
+            nothing overlaps.
     """
 
     fraction: float = 1.0
@@ -77,12 +82,12 @@ class OffloadConfig:
             "window_bytes": _size("window_bytes", self.window_bytes, 0),
         }
         for name, value in plain.items():
-            object.__setattr__(self, name, value)  # of NumPy's numbers arithmetic overflows
+            object.__setattr__(self, name, value)  # Python numbers: NumPy's overflow
         for name in ("graph", "pin"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"Invalid {name}: {getattr(self, name)!r}, it should be True or False")
         if self.graph:
-            object.__setattr__(self, "graph", False)  # copies of this configuration need no further warning
+            object.__setattr__(self, "graph", False)  # copies of this configuration do not warn again
             warnings.warn(
                 "OffloadConfig(graph=True) has no effect any more: replaying the step as a CUDA graph was at most 2 % "
                 "faster and up to 31 % slower. Leave graph out; the next release will not accept it.",
@@ -101,15 +106,15 @@ class OffloadConfig:
 
 
 def _size(name: str, value: Any, least: int) -> int | str:
-    """A number of bytes, or ``"auto"``.
+    """Converts a size to a number of bytes, or to ``"auto"``.
 
     Args:
-        name: of the field.
+        name: name of the field.
         value: a whole number, or text.
-        least: least number.
+        least: smallest accepted number.
 
     Raises:
-        ValueError: for anything else.
+        ValueError: if the size is not accepted.
     """
     if isinstance(value, str):
         try:

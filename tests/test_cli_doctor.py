@@ -20,8 +20,8 @@ import torch
 from fused_offload import cli
 from fused_offload.memory import numa
 from fused_offload.memory.pinned import PinnedSlab
-from fused_offload.profiles import profile as profiles
-from fused_offload.profiles.profile import Found
+from fused_offload.profiles import profile_files as profiles
+from fused_offload.profiles.profile_files import Found
 from fused_offload.tuning import doctor, doctor_command, machine
 from fused_offload.tuning.doctor import Finding, examine, exit_code
 from fused_offload.tuning.machine import NOT_FOUND, Gpu, Link, Machine, read_machine

@@ -17,7 +17,8 @@ from helpers import only_error
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.cli import main
 from fused_offload.profiles.machine_key import MachineKey
-from fused_offload.profiles.profile import Choice, Found, Profile, Timing
+from fused_offload.profiles.profile import Choice, Profile, Timing
+from fused_offload.profiles.profile_files import Found
 from fused_offload.profiles.units import MIB
 from fused_offload.tuning.budget import PARAM_DTYPES, STORED_DTYPES, Training, largest_model, memory_of, step_time
 from fused_offload.tuning.sizes import Decoder, count_config
@@ -274,7 +275,7 @@ def test_what_does_not_fit_comes_with_what_would(
         narrow = (Timing(10**8, 6 * 10**8, 4.0), Timing(10**10, 6 * 10**10, 400.0))
         key = MachineKey("GPU", "link", "host", {})
         profile = Profile(key, "2026-11-28", 47.0, (small, large), timings, narrow)
-        monkeypatch.setattr("fused_offload.profiles.profile.of_device", lambda index: Found(profile, "made up"))
+        monkeypatch.setattr("fused_offload.profiles.profile_files.of_device", lambda index: Found(profile, "made up"))
     given = ["--params", "13e9", *arguments.split()]
     (note,) = (note for note in plan(capsys, *given)["notes"] if "too small" in note)
     if flags is None:

@@ -29,8 +29,9 @@ from test_tune import KEY, PROFILE
 from fused_offload import OffloadConfig
 from fused_offload.cli import _build_parser, main
 from fused_offload.plan.transfer_settings import settle
-from fused_offload.profiles import profile as profiles
+from fused_offload.profiles import profile_files as profiles
 from fused_offload.profiles import units as quantities
+from fused_offload.profiles.profile import as_json
 
 Fuzz = Callable[[], None]
 
@@ -217,7 +218,7 @@ def places(record: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def intact() -> Any:
-    return json.loads(json.dumps({"format": 2, **profiles.as_json(PROFILE)}))
+    return json.loads(json.dumps({"format": 2, **as_json(PROFILE)}))
 
 
 @sizes(400)

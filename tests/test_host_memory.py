@@ -551,7 +551,7 @@ except RuntimeError as error:
     print(error)
 """
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert "The kernel refused to map 0.100 GB of host memory: Cannot allocate memory." in told
+    assert "Linux refused to map 0.100 GB of host memory: Cannot allocate memory." in told
     assert "ulimit -v unlimited" in told
 
 

@@ -25,9 +25,10 @@ from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH
 from fused_offload.memory import cuda_driver
 from fused_offload.plan.transfer_settings import Streaming, streaming_of
 from fused_offload.profiles import machine_key
-from fused_offload.profiles import profile as profiles
+from fused_offload.profiles import profile_files as profiles
 from fused_offload.profiles.machine_key import MachineKey
-from fused_offload.profiles.profile import Choice, Found, Profile, Timing
+from fused_offload.profiles.profile import CHOICES, Choice, Profile, Timing, as_json
+from fused_offload.profiles.profile_files import Found
 from fused_offload.profiles.units import MIB
 from fused_offload.step import devices as engine
 from fused_offload.tuning import candidates
@@ -170,7 +171,7 @@ def test_a_damaged_profile_is_ignored(tmp_path: Path, damage: Any, words: str) -
             lambda record, value, name=name: record["choices"][0].update({name: value}),
             *(least - 1, least, most, most + 1),
         )
-        for name, (least, most) in profiles.CHOICES.items()
+        for name, (least, most) in CHOICES.items()
     ]
     + [
         (lambda record, value: record.update(duplex_gbps=value), 9e-4, 1e-3, 2**63 - 1, 2**63),
@@ -183,12 +184,12 @@ def test_a_damaged_profile_is_ignored(tmp_path: Path, damage: Any, words: str) -
         ),
         (lambda record, value: record["timings"][0].update(ms=value), 9e-7, 1e-6, 2**63 - 1, 2**63),
     ],
-    ids=[*profiles.CHOICES, "link", "size", "time"],
+    ids=[*CHOICES, "link", "size", "time"],
 )
 def test_bounds_of_a_profile(change: Any, below: Any, least: Any, most: Any, above: Any, tmp_path: Path) -> None:
     path = profiles.save(PROFILE, tmp_path)
     for value, is_taken in ((below, False), (least, True), (most, True), (above, False)):
-        record = {"format": 2, **profiles.as_json(PROFILE)}
+        record = {"format": 2, **as_json(PROFILE)}
         change(record, value)
         path.write_text(json.dumps(record))
         assert (profiles.find(KEY, tmp_path).profile is not None) == is_taken, value
@@ -200,7 +201,7 @@ def test_whatever_tune_tries_is_within_the_bounds() -> None:
         "depth": candidates.DEPTHS,
         "programs": candidates.PROGRAMS,
     }
-    assert {name: (min(values), max(values)) for name, values in tried.items()} == profiles.CHOICES
+    assert {name: (min(values), max(values)) for name, values in tried.items()} == CHOICES
 
 
 @pytest.mark.parametrize(

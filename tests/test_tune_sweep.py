@@ -16,7 +16,7 @@ from tune_ways import timed
 
 from fused_offload.config import LEAST_DEFAULT_CHUNK_BYTES
 from fused_offload.plan.transfer_settings import Streaming, default_streaming
-from fused_offload.profiles import profile as profiles
+from fused_offload.profiles import profile_files as profiles
 from fused_offload.profiles.machine_key import MachineKey
 from fused_offload.profiles.units import MIB
 from fused_offload.tuning.candidates import Timed, candidates, choose, chosen, still_close

@@ -1,6 +1,6 @@
-"""The few calls of the CUDA driver that torch does not offer.
+"""Calls of the CUDA driver API that torch does not offer.
 
-The driver's own interface is used because it keeps no sticky error: a refused call leaves the process as it was.
+The driver API, unlike the runtime API, keeps no sticky error: a refused call changes nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def pci_bus_id(index: int) -> str:
 
 
 def device_name(index: int) -> str:
-    """What a device of this process is called, such as ``"NVIDIA H100 80GB HBM3"``. Makes no context."""
+    """Name of a device of this process, such as ``"NVIDIA H100 80GB HBM3"``. Makes no context."""
     return _device_text("cuDeviceGetName", index)
 
 
@@ -72,14 +72,23 @@ def driver_version() -> str:
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is being captured on the current stream; nothing may wait for the device then."""
+    """Tells whether a CUDA graph is being captured on the current stream.
+
+    Nothing may wait for the device during a capture.
+    """
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def register_host_memory(address: int, nbytes: int, device: torch.device | None = None) -> str | None:
-    """Page-locks host memory for every device, in the context of one (the current one), which need not be idle.
+    """Page-locks host memory for every device of the process. The device need not be idle.
 
-    Returns the driver's message if it refuses, else None.
+    Args:
+        address: start of the memory.
+        nbytes: size.
+        device: device whose context makes the call; the current one if None.
+
+    Returns:
+        The driver's message if it refuses, else None.
     """
     with torch.cuda.device(device):
         torch.cuda.mem_get_info(device)  # binds the context to this thread, and waits for nothing
@@ -88,7 +97,15 @@ def register_host_memory(address: int, nbytes: int, device: torch.device | None 
 
 
 def unregister_host_memory(address: int, device: torch.device | None = None) -> None:
-    """Waits for the device that uses the memory (the current one), and gives page locks back."""
+    """Waits for the device that uses the memory, and releases the page locks.
+
+    Args:
+        address: as given to `register_host_memory`.
+        device: the device that uses the memory; the current one if None.
+
+    Raises:
+        RuntimeError: if the driver refuses.
+    """
     with torch.cuda.device(device):
         try:
             torch.cuda.synchronize(device)

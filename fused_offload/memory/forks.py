@@ -1,8 +1,8 @@
-"""Resources that a forked child must not give back.
+"""Resources that a forked child must not free.
 
-A child inherits neither page-locked memory nor a usable CUDA context. Where the memory was there is a hole, which
-holds other data of the child by the time that a destructor would unmap it; destructors of GPU memory record events,
-which fails and ends the child. So a child keeps what it inherited until it exits.
+A child inherits neither page-locked memory nor a usable CUDA context. The address range of the
+memory is free in the child, and may hold other data when a destructor unmaps it. Destructors of GPU
+memory record events, which ends the child. So a child keeps its inherited resources until it exits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _inherited: list[Any] = []
 
 
 def keep_in_children(resource: Any) -> None:
-    """Makes forked children keep a resource, garbage included, with all that it refers to."""
+    """Makes forked children keep a resource and everything it refers to, even as garbage."""
     _living.add(resource)
 
 

@@ -1,4 +1,4 @@
-"""How much host memory this process may still take, by the machine and by its cgroup."""
+"""Host memory that this process may still allocate, by the machine and by its cgroups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 RANKS_VARIABLE = "LOCAL_WORLD_SIZE"
-"""Environment variable in which launchers say how many ranks share this host."""
+"""Environment variable with the number of ranks on this host, set by launchers."""
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -18,23 +18,23 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 _UNLIMITED = 1 << 60  # cgroup v1 writes a huge number where there is no limit
 
 
-def kernel_int(path: Path) -> int | None:
-    """The number that a file of the kernel holds; None where it cannot be read, and for what is no count.
+def read_int(path: Path) -> int | None:
+    """Number in a /proc, /sys or cgroup file; None if it cannot be read or is no count.
 
     Args:
         path: the file.
     """
-    text = kernel_text(path).strip()
+    text = read_text(path).strip()
     return int(text) if text.isdecimal() else None
 
 
-def kernel_text(path: Path, encoding: str | None = None, errors: str = "surrogateescape") -> str:
-    """What a file of the kernel says; nothing where it cannot be read.
+def read_text(path: Path, encoding: str | None = None, errors: str = "surrogateescape") -> str:
+    """Contents of a /proc, /sys or cgroup file; empty if it cannot be read.
 
     Args:
         path: the file.
-        encoding: as `open` takes it.
-        errors: likewise. Names of cgroups are bytes, and are to come back as such.
+        encoding: as in `open`.
+        errors: as in `open`. Names of cgroups are arbitrary bytes, which the default preserves.
     """
     try:
         return path.read_text(encoding=encoding, errors=errors)
@@ -43,18 +43,18 @@ def kernel_text(path: Path, encoding: str | None = None, errors: str = "surrogat
 
 
 def _reclaimable(folder: Path, key: str) -> int:
-    """Page cache that the kernel gives back before it enforces the limit."""
-    found = re.search(rf"^{key} (\d+)$", kernel_text(folder / "memory.stat"), re.MULTILINE)
+    """Bytes of page cache that Linux reclaims before it enforces the limit."""
+    found = re.search(rf"^{key} (\d+)$", read_text(folder / "memory.stat"), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 class _Limit(NamedTuple):
-    """One limit of the memory that this process may take.
+    """One limit on this process's memory.
 
     Attributes:
-        left: bytes until it is reached.
+        left: bytes until the limit.
         name: ``"machine"`` or ``"cgroup"``.
-        used: bytes that count towards it now.
+        used: bytes that count towards the limit now.
     """
 
     left: int
@@ -63,12 +63,12 @@ class _Limit(NamedTuple):
 
 
 def host_bytes() -> int | None:
-    """Memory of the machine; None where the kernel does not say."""
+    """Memory of the machine in bytes; None if Linux does not report it."""
     return _meminfo("MemTotal")
 
 
 def _meminfo(key: str) -> int | None:
-    found = re.search(rf"^{key}:\s*(\d+) kB$", kernel_text(_MEMINFO), re.MULTILINE)
+    found = re.search(rf"^{key}:\s*(\d+) kB$", read_text(_MEMINFO), re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
@@ -79,19 +79,19 @@ def _limits() -> Iterator[_Limit]:
     for folder in _cgroup_folders():
         for limit_name, usage_name, cache_key in (
             ("memory.max", "memory.current", "inactive_file"),
-            ("memory.high", "memory.current", "inactive_file"),  # beyond it allocations are slowed down to a halt
+            ("memory.high", "memory.current", "inactive_file"),  # allocations beyond it nearly stop
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
         ):
-            limit, usage = kernel_int(folder / limit_name), kernel_int(folder / usage_name)
+            limit, usage = read_int(folder / limit_name), read_int(folder / usage_name)
             if limit is not None and usage is not None and limit < _UNLIMITED:
                 used = usage - _reclaimable(folder, cache_key)
                 yield _Limit(max(0, limit - used), "cgroup", max(0, used))
 
 
 def _cgroup_folders() -> list[Path]:
-    """Folders of this process's cgroup and its parents; a container sees its own as the root."""
+    """Folders of this process's cgroup and its parents; a container's own cgroup is its root."""
     folders = [_CGROUP_ROOT, _CGROUP_ROOT / "memory"]
-    for line in kernel_text(_OWN_CGROUPS).splitlines():
+    for line in read_text(_OWN_CGROUPS).splitlines():
         if line.count(":") < 2:
             continue
         _, controllers, name = line.split(":", 2)
@@ -103,21 +103,23 @@ def _cgroup_folders() -> list[Path]:
 
 
 def available_host_bytes() -> tuple[int | None, str]:
-    """Bytes that this process may still allocate, and what limits them.
+    """Bytes that this process may still allocate, and the name of the tightest limit.
 
     Returns:
-        The smaller of the machine's available memory and the room in every cgroup above this process, and
-        ``"machine"`` or ``"cgroup"``; None and ``"unknown"`` where the kernel says neither.
+        The minimum of the machine's available memory and the room in each cgroup of this process,
+        and ``"machine"`` or ``"cgroup"``. None and ``"unknown"`` if Linux reports neither.
     """
     tightest = min(_limits(), default=None)
     return (None, "unknown") if tightest is None else (tightest.left, tightest.name)
 
 
 def check_host_bytes(needed: int) -> None:
-    """Raises before an allocation that the machine or its cgroup could only answer by killing the process.
+    """Refuses an allocation that would make Linux kill the process.
 
-    Ranks of a host allocate at the same time, so each may only take what leaves as much for those that still have to
-    allocate. Their number follows from the memory in use. Where the kernel tells no limit, nothing is checked.
+    Ranks of a host allocate at the same time. So each rank must leave as much memory as it takes
+    for every rank that still has to allocate. The number of those follows from the memory in use.
+    Ranks that need less are counted as equals, so unequal ranks may be refused although their sum
+    fits. Nothing is checked if Linux reports no limit.
 
     Args:
         needed: bytes about to be allocated.
@@ -127,7 +129,7 @@ def check_host_bytes(needed: int) -> None:
     """
     left, limit = available_host_bytes()
     if left is not None and needed > left:
-        gc.collect()  # an optimizer that was replaced is a reference cycle; jobs that switch collection off keep it
+        gc.collect()  # a replaced optimizer is a reference cycle, which jobs may not collect
         left, limit = available_host_bytes()
     if left is None:
         return
@@ -148,11 +150,11 @@ def check_host_bytes(needed: int) -> None:
 
 
 def _waiting_ranks(needed: int) -> int:
-    """Ranks of this host that still have to allocate as much as this one, itself included."""
+    """Number of ranks on this host that still have to allocate, this one included."""
     text = os.environ.get(RANKS_VARIABLE, "")
     ranks = int(text) if text.isdecimal() else 1
     if ranks < 2 or not needed:
         return 1
     tightest = min(_limits(), default=None)
-    has_theirs = 0 if tightest is None else tightest.used // needed  # at most: what others use may be anything
+    has_theirs = 0 if tightest is None else tightest.used // needed  # an upper bound: others use memory, too
     return max(1, ranks - has_theirs)

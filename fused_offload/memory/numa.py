@@ -1,4 +1,4 @@
-"""NUMA nodes: which one a GPU hangs on, and where host memory lies or should lie."""
+"""NUMA nodes of GPUs and of host memory."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from pathlib import Path
 import torch
 
 from . import cuda_driver
-from .host_limits import kernel_int
+from .host_limits import read_int
 
 SYSFS = Path("/sys")
 _MPOL_PREFERRED = 1
 _SYSTEM_CALLS = {"x86_64": (237, 279), "aarch64": (235, 239)}  # mbind, move_pages; libc has no functions for them
 _BITS = 64
-_SAMPLES = 64  # pages of a slab that are asked for
+_SAMPLES = 64  # pages sampled of a slab
 
 
 def node_folders(sysfs: Path = SYSFS) -> dict[int, Path]:
-    """Where the kernel describes each node; empty where it does not.
+    """sysfs folder of each node by its number; empty if Linux shows none.
 
     Args:
-        sysfs: where the kernel shows its devices.
+        sysfs: mount point of sysfs.
     """
     found = {}
     for folder in (sysfs / "devices" / "system" / "node").glob("node[0-9]*"):
@@ -37,27 +37,27 @@ def node_folders(sysfs: Path = SYSFS) -> dict[int, Path]:
 
 
 def device_node(bus: str, sysfs: Path = SYSFS) -> int | None:
-    """NUMA node of a PCI device, or None where the kernel does not know it.
+    """NUMA node of a PCI device, or None if Linux does not know it.
 
     Args:
-        bus: its address, such as ``"0000:3B:00.0"``; NVML writes the domain with eight digits.
-        sysfs: where the kernel shows its devices.
+        bus: PCI address, such as ``"0000:3B:00.0"``; NVML writes the domain with eight digits.
+        sysfs: mount point of sysfs.
     """
-    return kernel_int(pci_folder(bus, sysfs) / "numa_node")  # -1 where it belongs to none
+    return read_int(pci_folder(bus, sysfs) / "numa_node")  # -1 where it belongs to none
 
 
 def pci_folder(bus: str, sysfs: Path = SYSFS) -> Path:
-    """Where the kernel describes a PCI device."""
+    """sysfs folder of a PCI device."""
     domain, _, rest = bus.lower().partition(":")
     return sysfs / "bus" / "pci" / "devices" / f"{int(domain, 16):04x}:{rest}"
 
 
 @functools.cache
 def preferred_node(device: torch.device) -> int | None:
-    """Node where the state of a device's parameters should lie; None if it does not matter or is unknown.
+    """Best node for the state of a device's parameters; None if unknown or irrelevant.
 
     Args:
-        device: of the parameters.
+        device: device of the parameters.
     """
     if device.type != "cuda" or len(node_folders()) < 2:
         return None
@@ -65,7 +65,7 @@ def preferred_node(device: torch.device) -> int | None:
 
 
 def prefer(address: int, nbytes: int, node: int) -> str | None:
-    """Asks for pages on a node, for memory that nobody has touched; elsewhere they go if that node is full.
+    """Asks Linux to place untouched memory on a node. If the node is full, others are used.
 
     Args:
         address: start of a page.
@@ -73,7 +73,7 @@ def prefer(address: int, nbytes: int, node: int) -> str | None:
         node: the node.
 
     Returns:
-        None, or why the kernel refused.
+        None, or the reason of a refusal.
     """
     numbers = _SYSTEM_CALLS.get(platform.machine())
     if numbers is None:
@@ -81,7 +81,7 @@ def prefer(address: int, nbytes: int, node: int) -> str | None:
     words = node // _BITS + 1
     mask = (ctypes.c_ulong * words)()
     mask[node // _BITS] = 1 << (node % _BITS)
-    # The kernel takes one bit less than it is told.
+    # Linux reads one bit less than the given number.
     return _call(
         numbers[0],
         ctypes.c_void_p(address),
@@ -94,13 +94,13 @@ def prefer(address: int, nbytes: int, node: int) -> str | None:
 
 
 def try_to_prefer(node: int) -> str | None:
-    """`prefer` on a page that is thrown away."""
+    """Result of `prefer` for a temporary page."""
     page = mmap.mmap(-1, mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return prefer(ctypes.addressof(ctypes.c_char.from_buffer(page)), mmap.PAGESIZE, node)
 
 
 def nodes_of(address: int, nbytes: int) -> dict[int, float]:
-    """Share of some memory on each node, from a sample of its pages; empty where the kernel does not say.
+    """Share of some memory on each node, from a sample of its pages; empty if unknown.
 
     Args:
         address: start of a page.
@@ -116,7 +116,7 @@ def nodes_of(address: int, nbytes: int) -> dict[int, float]:
     refused = _call(
         numbers[1], ctypes.c_int(0), ctypes.c_ulong(count), addresses, ctypes.c_void_p(), status, ctypes.c_int(0)
     )
-    nodes = [] if refused else [node for node in status if node >= 0]  # a page that is nowhere yet has an error number
+    nodes = [] if refused else [node for node in status if node >= 0]  # an absent page has an error number
     return {node: nodes.count(node) / len(nodes) for node in sorted(set(nodes))}
 
 

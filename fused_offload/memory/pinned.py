@@ -1,7 +1,7 @@
-"""Page-locked host memory of the exact size. The only module that registers memory with the driver.
+"""Page-locked host memory of exact size. The only module that registers memory with the driver.
 
-torch's own pinned allocator rounds sizes up to a power of two and keeps freed blocks; optimizer state is the largest
-thing in host memory, so it gets private mappings instead.
+torch's pinned allocator rounds sizes up to a power of two and caches freed memory. Optimizer state
+is the largest allocation in host memory, so it gets private mappings instead.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ _TOUCH_BYTES = 64 * 2**20
 class PinnedSlab:
     """Zero-filled host memory of exactly ``nbytes``, page-locked if asked.
 
-    The memory is a private anonymous mapping, touched by all cores in parallel and registered once, portable to every
-    device of the process. Forked children do not inherit memory while it is registered (the kernel would copy all of
-    it during the fork): reading it there ends them with SIGSEGV.
+    The memory is a private anonymous mapping. All cores touch it in parallel, and it is registered
+    once, for every device of the process. Forked children do not inherit registered memory, since
+    Linux would copy all of it during the fork. A child that reads it ends with SIGSEGV.
 
     Attributes:
-        bytes: ``[nbytes]`` uint8 on CPU. The memory lives until the last view of it dies, also after `close`.
-        pinned: whether the memory is registered now.
-        numa_node: node that its pages were asked for on, as long as there is room, or None.
+        bytes: ``[nbytes]`` uint8 on CPU. The memory lives until its last view dies, also after
+            `close`.
+        pinned: True while the memory is registered.
+        numa_node: node that was requested for the pages, or None.
     """
 
     def __init__(
@@ -45,17 +46,18 @@ class PinnedSlab:
         Args:
             nbytes: size, at least 1.
             pin: register with the CUDA driver.
-            numa_node: node that should hold it, or None for what the kernel would do. A wish: where that node is full,
-                or processes may not say so, the memory comes from elsewhere.
-            device: the only device that uses the memory while it is page-locked, which `close` waits for. By default
-                the device that is current at each call.
+            numa_node: requested node, or None for the default of Linux. Other nodes are used if it
+                is full or the process may not choose.
+            device: the only device that uses the page-locked memory; `close` waits for it. By
+                default the device that is current at each call.
 
         Raises:
-            RuntimeError: if the host has less memory left, the kernel refuses to map it, or the driver to register it.
+            RuntimeError: if the host has less memory left, Linux refuses to map it, or the driver
+                refuses to register it.
         """
         check_host_bytes(nbytes)
         mapping = _map(nbytes)
-        with torch.inference_mode(False):  # else nobody outside that mode could write what was made inside it
+        with torch.inference_mode(False):  # inference tensors cannot be written outside that mode
             self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         self.numa_node = None
         if numa_node is not None and numa.prefer(self.bytes.data_ptr(), nbytes, numa_node) is None:
@@ -82,7 +84,7 @@ class PinnedSlab:
         self._unregister = weakref.finalize(self, _unregister, address, os.getpid(), mapping, device)
 
     def close(self) -> None:
-        """Waits for copies in flight and gives the page locks back. Safe to call twice."""
+        """Waits for copies in flight and releases the page locks. Safe to call twice."""
         if self.pinned:
             self.pinned = False
             self._unregister()
@@ -93,9 +95,9 @@ def _map(nbytes: int) -> mmap.mmap:
         return mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise RuntimeError(
-            f"The kernel refused to map {nbytes / 1e9:.3f} GB of host memory: {error.strerror}. The limit of the "
-            f"address space (RLIMIT_AS) is {_limit(resource.RLIMIT_AS)}. Raise it (ulimit -v unlimited), let the "
-            "kernel commit more (vm.overcommit_memory), or offload less (OffloadConfig.fraction)."
+            f"Linux refused to map {nbytes / 1e9:.3f} GB of host memory: {error.strerror}. The limit of the "
+            f"address space (RLIMIT_AS) is {_limit(resource.RLIMIT_AS)}. Raise it (ulimit -v unlimited), let "
+            "Linux commit more (vm.overcommit_memory), or offload less (OffloadConfig.fraction)."
         ) from error
 
 
@@ -105,15 +107,15 @@ def _limit(kind: int) -> str:
 
 
 _registered: list[tuple[int, Any, torch.device | None]] = []
-"""Memory to unregister, its mapping and its device; what is dropped in a capture waits here."""
+"""Address, mapping and device of memory to unregister; during a graph capture entries wait here."""
 
 
 def _unregister(address: int, pid: int, mapping: Any, device: torch.device | None) -> None:
-    """Finalizer; holds the mapping so that the memory outlives its registration."""
-    if os.getpid() != pid:  # a forked child has neither the memory nor a usable CUDA context
+    """Finalizer. Holds the mapping, so that the memory outlives its registration."""
+    if os.getpid() != pid:  # a forked child has neither the memory nor a CUDA context
         return
     _registered.append((address, mapping, device))
-    if _is_capturing():  # garbage is collected at any time, but waiting for the device would end the capture
+    if _is_capturing():  # waiting for the device would end the capture
         return
     while _registered:
         address, mapping, device = _registered.pop()
@@ -129,14 +131,17 @@ def _is_capturing() -> bool:
 
 
 def _touch(address: int, nbytes: int) -> None:
-    """Makes every page resident, by all cores at once: one core zeroes 2-3 GB/s, and registering would use one."""
+    """Makes every page resident, by all cores at once.
+
+    Registration would touch the pages on one core, at 2-3 GB/s.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def touch_part(offset: int) -> None:
         size = min(_TOUCH_BYTES, nbytes - offset)
         if libc.madvise(address + offset, size, _MADV_POPULATE_WRITE) != 0:
-            ctypes.memset(address + offset, 0, size)  # older kernels
+            ctypes.memset(address + offset, 0, size)  # before Linux 5.14
 
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(touch_part, range(0, nbytes, _TOUCH_BYTES)))

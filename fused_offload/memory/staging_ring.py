@@ -1,4 +1,4 @@
-"""GPU staging: one ring of slots per device, shared by all optimizers of the process."""
+"""GPU staging ring of a device, shared by all optimizers of the process."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 _SLOT_ALIGNMENT = 512  # bytes
 
 ENQUEUE_LOCK = threading.RLock()
-"""Held from a step's first enqueued operation to its last, and so by whoever uses a ring, on any device.
+"""Lock of all rings. A step holds it from its first enqueued operation to its last.
 
-Taken by ``with ENQUEUE_LOCK``, never inside a context manager written in Python: an interrupt between two of its
-bytecodes would leave the lock held.
+Take it with a plain ``with ENQUEUE_LOCK``. A context manager written in Python that takes it could
+be interrupted between two bytecodes and leave it locked.
 """
 
 
 class RingNeed(NamedTuple):
-    """What one optimizer needs of its device's ring.
+    """Size of the ring that one optimizer needs.
 
     Attributes:
-        depth: slots.
+        depth: number of slots.
         slot_bytes: bytes of a slot.
     """
 
@@ -31,54 +31,54 @@ class RingNeed(NamedTuple):
 
     @property
     def aligned_slot_bytes(self) -> int:
-        """Bytes that a slot of the ring takes."""
+        """Bytes of a slot, rounded up to the alignment."""
         return -(-self.slot_bytes // _SLOT_ALIGNMENT) * _SLOT_ALIGNMENT
 
 
 class Slot:
-    """GPU staging of one chunk in flight.
+    """GPU staging memory of one chunk in flight.
 
     Attributes:
         memory: ``[slot_bytes]`` uint8 on the device.
-        written_back: event after which the slot may be overwritten, or None if it was never used.
+        written_back: event after which the slot may be overwritten; None before its first use.
     """
 
     def __init__(self, memory: torch.Tensor) -> None:
-        """A slot that nobody used yet."""
+        """Makes an unused slot."""
         self.memory = memory
         self.written_back: Any = None
 
 
 class StagingRing:
-    """``depth`` slots of raw GPU memory, sized to the largest need of any living user.
+    """Slots of raw GPU memory, sized to the largest need of any living user.
 
-    Grown only when a user brings a larger need, which is before its first launch; never in a steady step.
+    The ring grows before the first launch of a user with a larger need, never in a steady step.
 
     Attributes:
-        device: where the slots are.
+        device: device of the slots.
         slots: the slots, empty while nobody needs them.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """A ring without memory."""
+        """Makes a ring without slots."""
         self.device = device
         self.slots: list[Slot] = []
         self._needs: weakref.WeakKeyDictionary[Any, RingNeed] = weakref.WeakKeyDictionary()
 
     @property
     def nbytes(self) -> int:
-        """GPU bytes that the ring holds now."""
+        """GPU bytes of the slots."""
         return sum(slot.memory.numel() for slot in self.slots)
 
     def note_need(self, user: Any, need: RingNeed) -> bool:
-        """Notes what a user needs.
+        """Records a user's need.
 
         Args:
-            user: whose need it is; forgotten when it dies.
+            user: the optimizer's pipeline; its need is forgotten when it dies.
             need: slots and bytes.
 
         Returns:
-            Whether the ring has to `grow` before the user can go on.
+            True if the ring has to `grow` before the user can go on.
         """
         need = RingNeed(need.depth, need.aligned_slot_bytes)
         if self._needs.get(user) != need:
@@ -87,15 +87,15 @@ class StagingRing:
         return len(self.slots) < need.depth or self.slots[0].memory.numel() < need.slot_bytes
 
     def grow(self, user: Any) -> None:
-        """Allocates what is needed on the current stream, for which the copy streams then have to wait.
+        """Allocates the slots on the current stream; the copy streams have to wait for it then.
 
         The caller holds `ENQUEUE_LOCK` and has waited for all copies.
 
         Args:
-            user: whose need it is for; the need is forgotten if it cannot be met.
+            user: user whose need is met. A need that cannot be met is forgotten.
 
         Raises:
-            RuntimeError: if the GPU has too little memory; names the need and the smallest ring that fits.
+            RuntimeError: if the GPU has too little memory; names the need and a ring that fits.
         """
         depth, slot_bytes = self._wanted()
         self.slots = []
@@ -122,19 +122,19 @@ class StagingRing:
         return (
             f"The staging ring on {self.device} needs {depth} slots of {slot_bytes} bytes "
             f"({depth * slot_bytes} bytes), but about {free} bytes are free. "
-            f"{advice}; one slot of one block of 128 elements always works, slowly."
+            f"{advice}; one slot of 128 elements always works, slowly."
         )
 
     def rotate(self, used: int) -> None:
-        """Puts the slots that a step used last behind the others; the caller holds `ENQUEUE_LOCK`.
+        """Moves the slots that a step used last to the end; the caller holds `ENQUEUE_LOCK`.
 
         Args:
-            used: chunks of the step.
+            used: number of chunks of the step.
         """
         if self.slots:
             first = used % len(self.slots)
             self.slots = self.slots[first:] + self.slots[:first]
 
     def release(self) -> None:
-        """Drops the memory; the caller holds `ENQUEUE_LOCK` and has waited for all copies."""
+        """Frees the memory; the caller holds `ENQUEUE_LOCK` and has waited for all copies."""
         self.slots = []

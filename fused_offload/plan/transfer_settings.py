@@ -13,7 +13,7 @@ from fused_offload.config import (
     LEAST_DEFAULT_CHUNK_BYTES,
     OffloadConfig,
 )
-from fused_offload.profiles import profile as profiles
+from fused_offload.profiles import profile_files as profiles
 from fused_offload.profiles.profile import Choice
 from fused_offload.profiles.units import MIB
 

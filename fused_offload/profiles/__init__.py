@@ -1,7 +1,7 @@
-"""What `fused-offload tune` found on this machine, what it holds for, and sizes as people write them.
+"""Profiles of `fused-offload tune`, the machine that each is valid for, and units of sizes.
 
-May import nothing else of the package.
+May import `memory`, to identify the machine.
 
 Invariants:
-    - A profile that cannot be trusted or is damaged is not used, and a warning says so.
+    - A profile that is damaged or not trusted is ignored with a warning.
 """

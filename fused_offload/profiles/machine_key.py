@@ -1,4 +1,4 @@
-"""What a profile holds for: a GPU, its link, its host, and the versions in use."""
+"""Key of a profile: a GPU, its link, its host, and the versions in use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fused_offload.memory import cuda_driver, numa
-from fused_offload.memory.host_limits import kernel_text
+from fused_offload.memory.host_limits import read_text
 
 from .units import printable
 
@@ -22,13 +22,15 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 @dataclass(frozen=True)
 class MachineKey:
-    """What a profile holds for. Machines of one kind share a profile, also over a home folder that they share.
+    """Kind of machine that a profile is valid for.
+
+    Machines of one kind share a profile, also in a home folder on a network.
 
     Attributes:
-        gpu: as the driver calls it.
-        link: speed and width of its PCIe link, or ``"unknown"`` where the kernel does not say.
+        gpu: the driver's name of the GPU.
+        link: speed and width of its PCIe link, or ``"unknown"`` if Linux does not report it.
         host: CPU model, number of CPUs and NUMA nodes.
-        versions: of what decides how fast a step is.
+        versions: version of each package that the speed of a step depends on.
     """
 
     gpu: str
@@ -38,17 +40,17 @@ class MachineKey:
 
     @property
     def file_name(self) -> str:
-        """Name of the profile's file; versions are not in it, so that an outdated profile is found and replaced."""
+        """Name of the profile's file. It leaves versions out, so that outdated files are replaced."""
         digest = hashlib.sha256("\n".join((self.gpu, self.link, self.host)).encode()).hexdigest()
         return f"{re.sub('[^A-Za-z0-9]+', '-', self.gpu).strip('-')}-{digest[:12]}.json"
 
 
 def read_key(index: int, sysfs: Path = numa.SYSFS) -> MachineKey:
-    """The key of a GPU of this process. Makes no CUDA context.
+    """Reads the key of a GPU of this process. Makes no CUDA context.
 
     Args:
-        index: of the device.
-        sysfs: where the kernel shows its devices.
+        index: index of the device.
+        sysfs: mount point of sysfs.
 
     Raises:
         RuntimeError: if there is no such device, or no driver.
@@ -66,12 +68,12 @@ def read_key(index: int, sysfs: Path = numa.SYSFS) -> MachineKey:
 
 def _read_link(bus: str, sysfs: Path) -> str:
     pci = numa.pci_folder(bus, sysfs)
-    speed, width = (kernel_text(pci / name).strip() for name in ("max_link_speed", "current_link_width"))
+    speed, width = (read_text(pci / name).strip() for name in ("max_link_speed", "current_link_width"))
     return f"{speed} x{width}" if speed and width else "unknown"
 
 
 def _cpu_name() -> str:
-    lines = kernel_text(_CPUINFO, "utf-8", "replace").splitlines()  # firmware writes what it likes
+    lines = read_text(_CPUINFO, "utf-8", "replace").splitlines()  # from firmware, any bytes
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 

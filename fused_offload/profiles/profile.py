@@ -1,51 +1,34 @@
-"""Profiles: what ``fused-offload tune`` found on this user's machines, one file for each kind of machine."""
+"""Profile of a kind of machine: the choices and timings of ``fused-offload tune``."""
 
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
-import json
-import logging
 import math
-import os
-import secrets
-import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from .machine_key import MachineKey
+from .units import MIB
 
-from .machine_key import MachineKey, read_key
-from .units import MIB, printable
-
-FOLDER_VARIABLE = "FUSED_OFFLOAD_PROFILES"
-"""Environment variable that names the folder of profiles; an empty folder means none."""
-
-_FORMAT = 2
-"""Counts up with what is in a profile, and with how `fused-offload tune` finds it."""
-_MOST_BYTES, _LEAST_MS, _LEAST_GBPS = 2**50, 1e-6, 1e-3  # beyond is no measurement
-_MOST_FILE_BYTES = MIB
+_MOST_BYTES, _LEAST_MS, _LEAST_GBPS = 2**50, 1e-6, 1e-3  # bounds of plausible measurements
 
 CHOICES = {"chunk_bytes": (4 * MIB, 64 * MIB), "depth": (2, 4), "programs": (16, 128)}
-"""Least and most of what `fused-offload tune` chooses from; a profile with other values is refused."""
-
-_logger = logging.getLogger("fused_offload")
+"""Ranges that `fused-offload tune` chooses from; a profile with other values is refused."""
 
 
 class Choice(NamedTuple):
-    """What was fastest for state of one size.
+    """Fastest settings for state of one size.
 
     Attributes:
-        state_bytes: of the extent that was stepped.
+        state_bytes: size of the measured state.
         transport: ``"copy"`` or ``"zero_copy"``.
         chunk_bytes: best chunk size of copies.
         depth: best depth of copies.
         programs: best number of zero-copy programs.
-        ms: a step of the chosen transport.
-        why: in words.
+        ms: time of a step with the chosen transport.
+        why: reason, in words.
     """
 
     state_bytes: int
@@ -58,12 +41,12 @@ class Choice(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """A step by the choice.
+    """Measured step with the chosen settings.
 
     Attributes:
-        param_numel: elements that were stepped.
-        state_bytes: of their state, each way.
-        ms: from an idle GPU until the state is back in host memory.
+        param_numel: number of parameter elements.
+        state_bytes: bytes of their state, each way.
+        ms: time from an idle GPU until the state is back in host memory.
     """
 
     param_numel: int
@@ -73,15 +56,16 @@ class Timing(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """What was found on one kind of machine.
+    """Choices and timings of one kind of machine.
 
     Attributes:
         key: the machine.
-        measured: when, ISO 8601.
-        duplex_gbps: what plain copies reach each way, both directions at once.
-        choices: by ascending size of the state.
-        timings: steps with the most bytes for each parameter, by ascending size of the state, of two sizes at least.
-        narrow_timings: the same with the fewest bytes for each parameter.
+        measured: date of the measurement, ISO 8601.
+        duplex_gbps: GB/s of plain copies each way, both directions at once.
+        choices: choices by ascending size of the state.
+        timings: steps with the most bytes a parameter, by ascending size of the state; at least
+            two.
+        narrow_timings: the same with the fewest bytes a parameter.
     """
 
     key: MachineKey
@@ -96,11 +80,11 @@ class Profile:
         return nearest(self.choices, state_bytes)
 
     def step_ms(self, state_bytes: int, param_numel: int) -> float:
-        """Predicts a step: by its bytes, and by how many of them a parameter has. More parameters never take less time.
+        """Predicts the time of a step in ms. It never falls with the number of parameters.
 
         Args:
-            state_bytes: that move, each way.
-            param_numel: elements that they are of.
+            state_bytes: bytes that move, each way.
+            param_numel: parameter elements that these bytes belong to.
         """
         if not state_bytes or not param_numel:
             return 0.0
@@ -111,8 +95,8 @@ class Profile:
         return narrow_ms + share * (wide_ms - narrow_ms)
 
     def _by_size(self, measured: Sequence[Timing], state_bytes: int) -> float:
-        """A step by the size of its state alone, by straight lines through what was measured."""
-        # What disturbed a small state is no reason to predict less for a larger one.
+        """Interpolates the time of a step in ms from its state's size, piecewise linearly."""
+        # A disturbed measurement of a small state must not lower the prediction for a larger one.
         timings: list[Timing] = list(itertools.accumulate(measured, lambda a, b: b._replace(ms=max(a.ms, b.ms))))
         index = bisect.bisect_left([timing.state_bytes for timing in timings], state_bytes)
         upper = min(max(index, 1), len(timings) - 1)
@@ -131,144 +115,12 @@ def nearest(choices: Sequence[Choice], state_bytes: int) -> Choice:
     return min(choices, key=lambda choice: abs(math.log(max(1, state_bytes) / choice.state_bytes)))
 
 
-class Found(NamedTuple):
-    """What there is for a machine.
-
-    Attributes:
-        profile: its profile, or None.
-        reason: why there is none, or what it is.
-        is_outdated: whether there was one that is not used any more.
-    """
-
-    profile: Profile | None
-    reason: str
-    is_outdated: bool = False
-
-
-def folder() -> Path:
-    """Where this user's profiles are.
+def check(profile: Profile) -> None:
+    """Refuses contents that `fused-offload tune` could not have written.
 
     Raises:
-        ImportError: if platformdirs is missing and no folder is named.
-        OSError: if the user has no home folder, as in containers that run as any number, and no folder is named, or
-            one in a home folder that there is not.
+        ValueError: says what is wrong.
     """
-    chosen = os.environ.get(FOLDER_VARIABLE)
-    if chosen:
-        try:
-            return Path(chosen).expanduser()
-        except RuntimeError as error:
-            raise OSError(
-                f"{FOLDER_VARIABLE} is {chosen!r}, but there is no such home folder: give the whole path, without ~"
-            ) from error
-    import platformdirs  # only here, so that an installation without dependencies can train
-
-    try:
-        path = platformdirs.user_data_path("fused-offload") / "profiles"
-    except RuntimeError:  # older releases give a folder below the current one
-        path = Path()
-    if not path.is_absolute():
-        raise OSError(f"this user has no home folder (HOME is not set): set {FOLDER_VARIABLE} to a folder")
-    return path
-
-
-def save(profile: Profile, where: Path | None = None) -> Path:
-    """Writes a profile over the one of the same kind of machine.
-
-    In a folder that was named everybody may read it: other users may train with the same folder. In this user's own
-    data folder the umask decides.
-
-    Args:
-        profile: the profile.
-        where: folder; this user's if None.
-
-    Returns:
-        The file.
-    """
-    is_named = where is not None or bool(os.environ.get(FOLDER_VARIABLE))
-    path = (where or folder()) / profile.key.file_name
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {"format": _FORMAT, **as_json(profile)}
-    # Processes of a job may read while this one writes.
-    temporary = path.with_name(f"{secrets.token_hex(8)}.tmp")
-    with open(temporary, "x", encoding="utf-8", opener=_open_new) as file:
-        try:
-            if is_named:
-                os.fchmod(file.fileno(), 0o644)  # by the open file: in a shared folder names may change their meaning
-            file.write(json.dumps(record, indent=2) + "\n")
-            file.flush()
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    return path
-
-
-def _open_new(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW, 0o644)
-
-
-def load(path: Path) -> Profile:
-    """Reads a profile.
-
-    Raises:
-        ValueError: if it is none, or damaged.
-    """
-    try:
-        record = json.loads(_read(path))
-        if record["format"] != _FORMAT:
-            raise ValueError(f"its format is {record['format']!r}, not {_FORMAT}")
-        profile = Profile(
-            MachineKey(**record["key"]),
-            str(record["measured"]),
-            record["duplex_gbps"],
-            tuple(Choice(**choice) for choice in record["choices"]),
-            tuple(Timing(**timing) for timing in record["timings"]),
-            tuple(Timing(**timing) for timing in record["narrow_timings"]),
-        )
-        _check(profile)
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise ValueError(f"{shown(path)} is no profile of this release: {_reason(error)}") from error
-    return profile
-
-
-def _reason(error: Exception) -> str:
-    """What an error says, without the path that it may name."""
-    return printable((isinstance(error, OSError) and error.strerror) or str(error))
-
-
-def _read(path: Path) -> str:
-    """Text of a file in a folder that others may write to.
-
-    Raises:
-        OSError: if it cannot be read.
-        ValueError: for a pipe or device, too large a file, and one of a user who is trusted with nothing.
-    """
-    with open(path, "rb", opener=_open_without_waiting) as file:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise ValueError("it is no regular file")
-        if status.st_uid not in (0, os.geteuid(), path.parent.stat().st_uid):
-            raise ValueError("it belongs to another user, who owns neither this folder nor the machine")
-        content = file.read(_MOST_FILE_BYTES + 1)
-    if len(content) > _MOST_FILE_BYTES:
-        raise ValueError("it is larger than 1 MiB")
-    return content.decode()
-
-
-def _open_without_waiting(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
-
-
-def shown(path: Path) -> str:
-    """A path for messages, logs and results: the home folder, which has the user's name in it, as ``~``."""
-    home = os.path.expanduser("~")
-    if os.path.isabs(home) and home != "/" and path.is_relative_to(home):
-        path = Path("~") / path.relative_to(home)
-    return printable(str(path))
-
-
-def _check(profile: Profile) -> None:
     key = profile.key
     if not isinstance(key.versions, dict):
         raise ValueError("its versions are not given by name")
@@ -310,81 +162,6 @@ def _is_above_0(value: Any) -> bool:
     return type(value) in (int, float) and 0 < value < 2**63
 
 
-def find(key: MachineKey, where: Path | None = None) -> Found:
-    """The profile of a machine, or why there is none.
-
-    Args:
-        key: the machine.
-        where: folder; this user's if None.
-    """
-    where = where or folder()
-    path = where / key.file_name
-    if not path.exists():
-        others = sorted(where.glob("*.json")) if where.is_dir() else []
-        if not others:
-            return Found(None, "none yet: fused-offload tune makes one")
-        return Found(None, f"none of this machine; {_differences(key, others)}")
-    try:
-        profile = load(path)
-    except ValueError as error:
-        return Found(None, f"ignored: {error}", is_outdated=True)
-    if profile.key.file_name != key.file_name:
-        return Found(None, f"ignored: {shown(path)} is of {'; '.join(_different(profile.key, key))}", is_outdated=True)
-    if profile.key != key:
-        made_with, now = profile.key.versions, key.versions
-        changed = [
-            f"{name} {made_with.get(name, 'none')}, now {now.get(name, 'none')}"
-            for name in sorted({*made_with, *now})
-            if made_with.get(name) != now.get(name)
-        ]
-        return Found(None, f"ignored: made with {'; '.join(changed)}", is_outdated=True)
-    return Found(profile, f"of {profile.measured}, {shown(path)}")
-
-
-def _differences(key: MachineKey, others: Iterable[Path]) -> str:
-    """What keeps the most similar profile from being this machine's."""
-    best: list[str] | None = None
-    for path in others:
-        try:
-            other = load(path).key
-        except ValueError:
-            continue
-        different = _different(other, key)
-        if not different:
-            return f"there is one, but it is called {printable(path.name)}, not {key.file_name}"
-        if best is None or len(different) < len(best):
-            best = different
-    return "what there is cannot be read" if best is None else f"there is one of {'; '.join(best)}"
-
-
-def _different(other: MachineKey, key: MachineKey) -> list[str]:
-    return [
-        f"{name} {getattr(other, name)}, here {getattr(key, name)}"
-        for name in ("gpu", "link", "host")
-        if getattr(other, name) != getattr(key, name)
-    ]
-
-
-@functools.cache
-def of_device(index: int) -> Found:
-    """The profile that steps on a device go by; read once a process, and told to the log."""
-    try:
-        found = find(read_key(index))
-    except (OSError, RuntimeError, ImportError, ValueError) as error:  # the last for a bus id that is no number
-        found = Found(None, f"none: {_reason(error)}")
-    level = logging.WARNING if found.is_outdated else logging.INFO
-    advice = " (fused-offload tune makes a new one)" if found.is_outdated else ""
-    _logger.log(level, "Profile for cuda:%d: %s%s", index, found.reason, advice)
-    return found
-
-
-def of(device: torch.device) -> Profile | None:
-    """The profile of a device, or None if it has none."""
-    if device.type != "cuda":
-        return None
-    return of_device(torch.cuda.current_device() if device.index is None else device.index).profile
-
-
 def as_json(profile: Profile) -> dict[str, Any]:
     """A profile as `json.dumps` takes it."""
     return {
@@ -395,3 +172,26 @@ def as_json(profile: Profile) -> dict[str, Any]:
         "timings": [timing._asdict() for timing in profile.timings],
         "narrow_timings": [timing._asdict() for timing in profile.narrow_timings],
     }
+
+
+def from_json(record: Any) -> Profile:
+    """The profile that `as_json` wrote, checked.
+
+    Args:
+        record: as `json.loads` returns it.
+
+    Raises:
+        ValueError: if `check` refuses it, or a field's conversion does.
+        KeyError: if a field is missing.
+        TypeError: if a field is unknown or of another type.
+    """
+    profile = Profile(
+        MachineKey(**record["key"]),
+        str(record["measured"]),
+        record["duplex_gbps"],
+        tuple(Choice(**choice) for choice in record["choices"]),
+        tuple(Timing(**timing) for timing in record["timings"]),
+        tuple(Timing(**timing) for timing in record["narrow_timings"]),
+    )
+    check(profile)
+    return profile

@@ -1,9 +1,9 @@
-"""Numbers and sizes as people write them on command lines and in environment variables.
+"""Numbers and sizes with units, as in command lines and in environment variables.
 
-All but `printable` take what was written and return its value; they are fit for ``type`` of argparse's arguments.
+All functions but `printable` parse a text and can be the ``type`` of an argparse argument.
 
 Raises:
-    argparse.ArgumentTypeError: says what would be right.
+    argparse.ArgumentTypeError: says what is accepted.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from collections.abc import Mapping
 from decimal import Decimal
 
 MOST_PARAMS = 10**18
-"""Counts and numbers are below."""
+"""Bound of counts and numbers, exclusive."""
 
 _LEAST_LINK_GBPS = 1e-3
-_LEAST_BYTES = 1024  # who asks for fewer meant another unit
+_LEAST_BYTES = 1024  # smaller numbers were meant in another unit
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _BYTES |= {unit.removesuffix("b"): factor for unit, factor in _BYTES.items() if len(unit) > 1}
 _GB = _BYTES | {"": 10**9}
 _MOST_GB = 1e6
-"""No machine has more; who asks for it gave bytes."""
+"""More than any machine has; larger numbers were meant in bytes."""
 
 
 def printable(text: str) -> str:
-    """A text for one line of a terminal or a log: what would move the cursor or end the line is escaped."""
+    """Escapes control characters, so that the text stays on one line of a terminal or a log."""
     return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)
 
 
 def index(text: str) -> int:
-    """A whole number from 0."""
+    """Parses a whole number of at least 0."""
     return _whole(number(text), text)
 
 
 def number(text: str) -> float:
-    """From 0 to below 1e18."""
+    """Parses a number from 0 to below 1e18."""
     try:
         value = float(text)
     except ValueError:
@@ -49,13 +49,13 @@ def number(text: str) -> float:
 
 
 def _with_unit(text: str, units: Mapping[str, int], example: str, most: int = MOST_PARAMS) -> tuple[Decimal, str]:
-    """A number times its unit, exactly, and the unit.
+    """Parses a number with a unit. Returns the exact product and the unit.
 
     Args:
-        text: digits, and perhaps a unit, in any case.
-        units: factors by unit in lower case; that of "" is of plain numbers.
-        example: what would be right.
-        most: it is less.
+        text: digits and an optional unit, in any case.
+        units: factor of each unit in lower case; ``""`` stands for plain numbers.
+        example: accepted text, for the error.
+        most: exclusive bound.
     """
     match = re.fullmatch(r"(.*?)\s*([A-Za-z]*)", text.strip(), re.DOTALL)
     digits, unit = match.groups() if match else ("", "")
@@ -69,7 +69,7 @@ def _with_unit(text: str, units: Mapping[str, int], example: str, most: int = MO
 
 
 def count(text: str) -> int:
-    """A whole number of at least 1, perhaps with K, M, B or T."""
+    """Parses a whole number of at least 1; it may end in K, M, B or T."""
     error = argparse.ArgumentTypeError(
         f"{text!r} is not a whole number of at least 1 and below 1e18, such as 13e9 or 13B"
     )
@@ -83,7 +83,7 @@ def count(text: str) -> int:
 
 
 def share(text: str) -> float:
-    """From 0 to 1."""
+    """Parses a number from 0 to 1."""
     error = argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1, such as 0.75")
     try:
         value = number(text)
@@ -95,7 +95,7 @@ def share(text: str) -> float:
 
 
 def gb(text: str) -> float:
-    """GB; plain numbers, too."""
+    """Parses a size in GB; plain numbers are GB, too."""
     nbytes, _ = _with_unit(text, _GB, "80, 80GB or 80GiB", MOST_PARAMS * 10**9)
     value = float(nbytes) / 1e9
     if value > _MOST_GB:
@@ -104,18 +104,18 @@ def gb(text: str) -> float:
 
 
 def positive_gb(text: str) -> float:
-    """GB, more than 0."""
+    """Parses a size in GB that is larger than 0."""
     return _larger_than_0(gb(text))
 
 
 def chunk_bytes(text: str) -> int | str:
-    """``OffloadConfig.chunk_bytes``: a whole number of bytes, more than 0, or auto."""
+    """Parses ``OffloadConfig.chunk_bytes``: a whole number of bytes larger than 0, or auto."""
     value = window_bytes(text)
     return value if isinstance(value, str) else int(_larger_than_0(value))
 
 
 def whole_bytes(text: str) -> int:
-    """A whole number of bytes, or of a unit as many as are nearest."""
+    """Parses a size in bytes; with a unit it is rounded to whole bytes."""
     exact, unit = _with_unit(text, _BYTES, "50331648 or 48MiB")
     value = round(exact)
     if not unit and value != exact:
@@ -127,12 +127,12 @@ def whole_bytes(text: str) -> int:
 
 
 def positive(text: str) -> float:
-    """More than 0."""
+    """Parses a number larger than 0."""
     return _larger_than_0(number(text))
 
 
 def link_gbps(text: str) -> float:
-    """GB/s that a link may have."""
+    """Parses the speed of a link in GB/s."""
     value = positive(text)
     if value < _LEAST_LINK_GBPS:
         raise argparse.ArgumentTypeError(f"{text!r} is no speed of a link in GB/s")
@@ -146,7 +146,7 @@ def _larger_than_0(value: float) -> float:
 
 
 def window_bytes(text: str) -> int | str:
-    """``OffloadConfig.window_bytes``: a whole number of bytes, or auto."""
+    """Parses ``OffloadConfig.window_bytes``: a whole number of bytes, or auto."""
     if text.strip().lower() == "auto":
         return "auto"
     try:
@@ -156,7 +156,7 @@ def window_bytes(text: str) -> int | str:
 
 
 def positive_int(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parses a whole number of at least 1."""
     return _whole(positive(text), text)
 
 

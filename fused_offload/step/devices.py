@@ -11,7 +11,7 @@ from fused_offload.config import OffloadConfig
 from fused_offload.memory.staging_ring import ENQUEUE_LOCK
 from fused_offload.plan.planner import StepPlan, extent_of
 from fused_offload.plan.window_blocks import WindowBlock
-from fused_offload.profiles import profile as profiles
+from fused_offload.profiles import profile_files as profiles
 from fused_offload.state.layout import Layout
 from fused_offload.stream.cpu_backend import run_chunk
 from fused_offload.stream.step_inputs import StepInputs

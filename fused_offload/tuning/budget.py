@@ -28,7 +28,9 @@ STORED_DTYPES = dict(zip(MOMENT_DTYPES, (*PARAM_DTYPES.values(), torch.uint8), s
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a model is trained. Dtypes are names of `PARAM_DTYPES`, those of moments of `STORED_DTYPES`.
+    """How a model is trained.
+
+    Dtypes are names of `PARAM_DTYPES`, those of moments of `STORED_DTYPES`.
 
     Attributes:
         param_dtype: dtype of the parameters.
@@ -38,11 +40,15 @@ class Training:
         exp_avg_sq: stored dtype of the second moment.
         data_parallel: ranks that share the optimizer's state.
         model_parallel: ranks that share the parameters (tensor times pipeline parallel size).
-        shard_params: whether parameters and gradients are shared by the data-parallel ranks too (FSDP).
-        offload: fraction, chunks and window; ``"auto"`` is what it is on a machine without a profile.
+        shard_params: whether parameters and gradients are shared by the data-parallel ranks too
+            (FSDP).
+        offload: fraction, chunks and window; ``"auto"`` is what it is on a machine without a
+            profile.
         ranks_per_node: ranks whose state lies in one host's memory.
-        other_gpu_bytes: what else the GPU has to hold: activations, CUDA context. A window of ``"auto"`` lies within.
-        in_backward: whether gradients are applied during the backward pass and freed (`step_in_backward`).
+        other_gpu_bytes: what else the GPU has to hold: activations, CUDA context. A window of
+            ``"auto"`` lies within.
+        in_backward: whether gradients are applied during the backward pass and freed
+            (`step_in_backward`).
     """
 
     param_dtype: str = "bf16"
@@ -90,7 +96,8 @@ class Memory:
         grads: on the GPU.
         resident_state: state that is not offloaded, on the GPU.
         ring: staging of the optimizer, on the GPU.
-        window: what the window takes on the GPU beside everything else; one of ``"auto"`` takes nothing.
+        window: what the window takes on the GPU beside everything else; one of ``"auto"`` takes
+            nothing.
         other: what the caller reserved on the GPU.
         host_state: offloaded state of a rank, in host memory.
         hidden: of that, what may move under forward and backward passes, at most.
@@ -165,8 +172,9 @@ def fits_into(memory: Memory, *, gpu_bytes: int | None, node_bytes: int | None) 
 def memory_of(param_numel: int, training: Training) -> Memory:
     """Bytes that a model takes.
 
-    State is counted as one extent, and the offloaded share to the element. The optimizer pads each parameter to 128
-    elements and offloads whole parameters, so a real one differs by about one parameter.
+    State is counted as one extent, and the offloaded share to the element. The optimizer pads each
+    parameter to 128 elements and offloads whole parameters, so a real one differs by about one
+    parameter.
 
     Args:
         param_numel: parameters of the whole model.
@@ -182,7 +190,8 @@ def memory_of(param_numel: int, training: Training) -> Memory:
     offloaded = align(min(shard_numel, round(shard_numel * offload.fraction)))
     host = _extent_bytes(layout, offloaded)
     grads = held_numel * PARAM_DTYPES[training.grad_dtype].itemsize
-    # "auto" takes memory that activations gave back, and those are no more than what else is on the GPU.
+    # "auto" takes memory that activations gave back, and those are no more than what else is on the
+    # GPU.
     if isinstance(offload.window_bytes, str):
         window, hidden = 0, min(training.other_gpu_bytes, host)
     else:
@@ -221,7 +230,8 @@ class StepTime:
 
     Attributes:
         alone_ms: a step with nothing beside it: bytes each way over the link's speed.
-        exposed_ms: what it adds to an iteration at least, if what may be hidden moves under backward and forward.
+        exposed_ms: what it adds to an iteration at least, if what may be hidden moves under
+            backward and forward.
     """
 
     alone_ms: float
@@ -261,8 +271,8 @@ def largest_model(
     """Parameters of the largest model that fits, or None where nothing limits it.
 
     Args:
-        training_of: how a model of so many parameters is trained. The same object within a range of numbers; what is
-            chosen for a larger model may take less of the GPU.
+        training_of: how a model of so many parameters is trained. The same object within a range of
+            numbers; what is chosen for a larger model may take less of the GPU.
         gpu_bytes: memory of a GPU, or None for no limit.
         node_bytes: memory of a host, or None for no limit.
         saving: whether an asynchronous save has to fit too.

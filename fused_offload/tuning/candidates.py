@@ -1,4 +1,7 @@
-"""Which ways to stream are tried, which of them again and again, and which is chosen. Pure Python."""
+"""Which ways to stream are tried, which of them again and again, and which is chosen.
+
+Pure Python.
+"""
 
 from __future__ import annotations
 
@@ -23,25 +26,28 @@ _ZERO_COPY_GAIN = 0.03
 """Zero-copy has to save so much of the time: its kernel takes multiprocessors from whatever runs beside."""
 
 _SHORT_MS = 1.0
-"""In a step this short zero-copy only has to be as fast: it takes multiprocessors for less than that, and is a single
-launch, where copies cost the host several calls a chunk. So a host that turns slow lengthens it least."""
+"""In a step this short zero-copy only has to be as fast: it takes multiprocessors for less than
+that, and is a single launch, where copies cost the host several calls a chunk. So a host that turns
+slow lengthens it least."""
 
 _PROGRAMS_GAIN = 0.03
-"""Another number of programs than the default has to save so much: how many a kernel needs depends on the stored
-formats, of which one is measured, and too few cost more than too many."""
+"""Another number of programs than the default has to save so much: how many a kernel needs depends
+on the stored formats, of which one is measured, and too few cost more than too many."""
 
 _STILL_CLOSE = 0.03
 _CLOSE_AFTER_ONE = 0.2
 _LEVELS_MS = 0.4
-"""What a way may be slower than the fastest of its transport and stay: a share of the step, and less the more rounds it
-was timed in; and while there were few, as much as steps differ between the two levels of a host's speed."""
+"""What a way may be slower than the fastest of its transport and stay: a share of the step, and
+less the more rounds it was timed in; and while there were few, as much as steps differ between the
+two levels of a host's speed."""
 
 
 def middle_ms(samples_ms: Sequence[float]) -> float:
     """Mean of the middle half; of fewer than four the shortest.
 
-    As steady as a median where there are outliers. But a host's speed may change between two levels every few seconds;
-    then the medians of two ways may lie at different levels, though both ways saw as much of each.
+    As steady as a median where there are outliers. But a host's speed may change between two levels
+    every few seconds; then the medians of two ways may lie at different levels, though both ways
+    saw as much of each.
 
     Args:
         samples_ms: times of the same work.

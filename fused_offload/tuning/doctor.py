@@ -10,13 +10,19 @@ from .machine import NOT_FOUND, Gpu, Machine
 
 _LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 _GOOD_SHARE = 0.7
-"""Of what the lanes carry. An H100 over PCIe 5 x16 reaches 54 of 63 GB/s, so what is below this is no overhead."""
+"""Of what the lanes carry.
+
+An H100 over PCIe 5 x16 reaches 54 of 63 GB/s, so what is below this is no overhead.
+"""
 
 _GOOD_NODE_SHARE = 0.6
 """Of what the GPU reads from the best NUMA node."""
 
 _GOOD_ROOM = 0.5
-"""Of the host's memory. Who has less free probably did not expect it: state is the largest thing on the host."""
+"""Of the host's memory.
+
+Who has less free probably did not expect it: state is the largest thing on the host.
+"""
 
 _BLACKWELL, _BLACKWELL_TRITON = (10, 0), "3.3"
 """First compute capability of Blackwell GPUs, and first Triton that compiles for them."""
@@ -31,7 +37,8 @@ class Finding(NamedTuple):
     """One thing that was looked at.
 
     Attributes:
-        level: ``"ok"``, ``"warning"`` (it works, slower or with less room) or ``"problem"`` (it fails).
+        level: ``"ok"``, ``"warning"`` (it works, slower or with less room) or ``"problem"`` (it
+            fails).
         what: what was looked at.
         found: what was found.
         advice: what to do, empty if nothing.

@@ -1,4 +1,7 @@
-"""What decides how fast state streams on this machine, as plain values. Reads only; judges nothing."""
+"""What decides how fast state streams on this machine, as plain values.
+
+Reads only; judges nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +21,9 @@ from typing import Any
 import torch
 
 from fused_offload.memory import cuda_driver, numa
-from fused_offload.memory.host_limits import available_host_bytes, host_bytes, kernel_text
+from fused_offload.memory.host_limits import available_host_bytes, host_bytes, read_text
 from fused_offload.memory.pinned import PinnedSlab
-from fused_offload.profiles import profile as profiles
+from fused_offload.profiles import profile_files as profiles
 from fused_offload.profiles.machine_key import version_of
 
 from .candidates import chosen, gigabytes, label
@@ -96,7 +99,8 @@ class Machine:
         gpus: GPUs that this process sees.
         memlock_bytes: soft limit of locked memory, or None for no limit.
         host_bytes: memory of the machine, or None where the kernel does not say.
-        free_host_bytes: what this process may still take, or None where nothing limits it that can be read.
+        free_host_bytes: what this process may still take, or None where nothing limits it that can
+            be read.
         host_limit: what allows only that: ``"machine"``, ``"cgroup"`` or ``"unknown"``.
         numa_nodes: node -> bytes that are free on it.
         cpu_nodes: nodes of the CPUs that this process may run on.
@@ -168,7 +172,7 @@ def read_numa_nodes(sysfs: Path) -> dict[int, int]:
     """
     nodes = {}
     for node, folder in numa.node_folders(sysfs).items():
-        free = re.search(r"MemFree:\s+(\d+) kB", kernel_text(folder / "meminfo"))
+        free = re.search(r"MemFree:\s+(\d+) kB", read_text(folder / "meminfo"))
         nodes[node] = int(free[1]) * 1024 if free else 0
     return nodes
 
@@ -193,7 +197,8 @@ def _import_nvml() -> Any:
 def _read_gpus(sysfs: Path, nvml: Callable[[], Any]) -> tuple[Gpu, ...]:
     if not torch.cuda.is_available():
         return ()
-    # One after the other and before NVML is asked: an idle link slows down. All of them within the second.
+    # One after the other and before NVML is asked: an idle link slows down. All of them within the
+    # second.
     count = torch.cuda.device_count()
     gpus = []
     for index in range(count):

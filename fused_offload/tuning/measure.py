@@ -61,7 +61,8 @@ class Tuning:
     Attributes:
         profile: what is kept.
         link: rates by size of a copy.
-        kernel_ms: a step of the largest state with all of it on the GPU, or None where it did not fit.
+        kernel_ms: a step of the largest state with all of it on the GPU, or None where it did not
+            fit.
         swept: steps, by ascending size.
         seconds: how long it took.
     """
@@ -79,8 +80,8 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
     Args:
         key: of the machine.
         device: the GPU.
-        seconds: for the link and the sweeps, with the page-locking and compiling that they need. Every way is timed
-            once in any case, and the steps that are not compared come on top.
+        seconds: for the link and the sweeps, with the page-locking and compiling that they need.
+            Every way is timed once in any case, and the steps that are not compared come on top.
         report: told about the progress.
 
     Raises:
@@ -149,14 +150,15 @@ def _free_bytes(device: torch.device) -> tuple[int | None, int]:
 def sweep(steps: Any, end: float, shared_by: int, report: Report) -> Swept:
     """Times every way in turn, round by round, and drops those that are clearly slower than another.
 
-    One way after the other in each round: a link's speed drifts, and then it drifts for all of them. What is chosen is
-    one of those that were timed in all rounds.
+    One way after the other in each round: a link's speed drifts, and then it drifts for all of
+    them. What is chosen is one of those that were timed in all rounds.
 
     Args:
         steps: a `Rig`.
         end: when the comparison of all sizes should be over, by `time.perf_counter`.
-        shared_by: sizes that are left, this one included. When its part of the time is over no round begins but the
-            first, nor does one that would not end by then. A small state takes less than its part.
+        shared_by: sizes that are left, this one included. When its part of the time is over no
+            round begins but the first, nor does one that would not end by then. A small state takes
+            less than its part.
         report: told about the progress.
     """
     state_bytes = steps.state_bytes

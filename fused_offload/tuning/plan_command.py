@@ -14,8 +14,9 @@ from rich.table import Table
 from fused_offload.config import OffloadConfig
 from fused_offload.model_hooks.backward_step import PART_BYTES
 from fused_offload.plan.transfer_settings import settle
-from fused_offload.profiles import profile as profiles
-from fused_offload.profiles.profile import Choice, Found, Profile
+from fused_offload.profiles import profile_files as profiles
+from fused_offload.profiles.profile import Choice, Profile
+from fused_offload.profiles.profile_files import Found
 from fused_offload.profiles.units import MIB, MOST_PARAMS
 
 from .advice import advice

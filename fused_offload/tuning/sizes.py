@@ -150,7 +150,10 @@ def _check_file(path: Path) -> None:
 
 
 def _whole(config: Mapping[str, Any], key: str, *default: int, least: int = 1, most: int = 10**9) -> int:
-    """A size; the default, if there is one, where the key is missing or null. Without default a missing key raises."""
+    """A size; the default, if there is one, where the key is missing or null.
+
+    Without default a missing key raises.
+    """
     value = config[key] if not default else config.get(key)
     if value is None and default:
         return default[0]

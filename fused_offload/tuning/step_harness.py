@@ -72,8 +72,8 @@ class Rig:
     def time(self, streaming: Streaming, steps: int = 2) -> list[float]:
         """Steps by one way to stream, after one that takes its ring and compiles its kernels.
 
-        Steps prepare something until each slot of the ring was used once. Where that is a share of their time, so many
-        go before those that are timed.
+        Steps prepare something until each slot of the ring was used once. Where that is a share of
+        their time, so many go before those that are timed.
 
         Args:
             streaming: the way.

@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fused_offload.profiles import profile as profiles
+from fused_offload.profiles import profile_files as profiles
 from fused_offload.profiles.machine_key import read_key
+from fused_offload.profiles.profile import as_json as profile_as_json
 from fused_offload.profiles.units import MIB
 
 from . import measure
@@ -181,7 +182,7 @@ class _ProgressBar:
 def as_json(tuning: Tuning, path: Any = None) -> dict[str, Any]:
     """Everything that was measured, as `json.dumps` takes it."""
     return {
-        "profile": profiles.as_json(tuning.profile),
+        "profile": profile_as_json(tuning.profile),
         "saved_as": None if path is None else profiles.shown(path),
         "seconds": tuning.seconds,
         "link": [rate._asdict() for rate in tuning.link],
