@@ -541,7 +541,7 @@ def test_an_address_space_that_is_too_small_is_told_with_its_limit() -> None:
     """In a process of its own: the limit is for all that it does."""
     program = """
 import resource, torch
-from fused_offload.pinned import PinnedSlab
+from fused_offload.memory.pinned import PinnedSlab
 torch.zeros(1)
 size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (size + 10**7, resource.RLIM_INFINITY))
