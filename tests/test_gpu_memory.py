@@ -292,7 +292,7 @@ def test_nothing_is_reserved_where_nothing_streams() -> None:
 EIGHT_AT_ONCE = """
 import sys, time
 import torch
-from fused_offload.pinned import PinnedSlab
+from fused_offload.memory.pinned import PinnedSlab
 torch.cuda.init()
 print("ready", flush=True)
 sys.stdin.readline()
