@@ -12,7 +12,7 @@ import torch
 
 from fused_offload.checkpoint.torch_dcp import is_dummy_step, wanted_state_dict
 from fused_offload.kernels.formats import REMAINDER, Format
-from fused_offload.model_hooks.auto_prefetch import Attachment, check_attachment
+from fused_offload.model_hooks.auto_prefetch import AutoPrefetch, check_attach_arguments
 from fused_offload.model_hooks.backward_step import BackwardSteps, refuse_scaler, stepped_params
 from fused_offload.params.dense import is_frozen
 from fused_offload.params.dtensors import is_offloaded_by_fsdp
@@ -123,7 +123,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._closed = False
         self._warned_cpu_shards = False
         self._warned_of_group = True  # until all groups are there
-        self._attachment: Attachment | None = None
+        self._attachment: AutoPrefetch | None = None
         self._backward_steps: BackwardSteps | None = None
         self._rule().check_group(defaults)
         if isinstance(params, torch.nn.Module):
@@ -605,7 +605,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         elif not isinstance(window, str):
             self._stepper.prefetch(window)
 
-    def attach(self, *models: torch.nn.Module, microbatches: int | None = None) -> Attachment:
+    def attach(self, *models: torch.nn.Module, microbatches: int | None = None) -> AutoPrefetch:
         """Prefetches from a model's own passes, so that the copies end when the last backward pass does.
 
         Args:
@@ -623,12 +623,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
             UserWarning: without a window.
         """
         self._check_usable()
-        check_attachment(models, microbatches)
+        check_attach_arguments(models, microbatches)
         if self.offload.window_bytes == 0:
             warnings.warn(_NO_WINDOW.format("attach()"), stacklevel=2)
         if self._attachment is not None:
             self._attachment.detach()
-        self._attachment = Attachment(
+        self._attachment = AutoPrefetch(
             self,
             models,
             microbatches=microbatches,

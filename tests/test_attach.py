@@ -16,7 +16,7 @@ import torch
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.model_hooks import auto_prefetch
-from fused_offload.model_hooks.auto_prefetch import Attachment
+from fused_offload.model_hooks.auto_prefetch import AutoPrefetch
 from fused_offload.step.devices import Engine
 from fused_offload.stream.queues import CurrentStreams
 
@@ -25,7 +25,7 @@ class FakeOptimizer:
     def __init__(self) -> None:
         self.events: list[str] = []
         self.copy_s, self.allocated, self.retries, self.window = 0.5, 1000, 0, 0
-        self.attachment: Attachment | None = None
+        self.attachment: AutoPrefetch | None = None
         self.hooks: list[Any] = []
         self.engine = Engine(OffloadConfig())
 
@@ -78,7 +78,7 @@ class Loop:
         self.model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
         self.optimizer = FakeOptimizer()
         self.optimizer.copy_s = copy_s
-        self.optimizer.attachment = Attachment(
+        self.optimizer.attachment = AutoPrefetch(
             self.optimizer,
             [self.model],
             microbatches=attach_to.get("microbatches"),
@@ -199,10 +199,10 @@ def test_auto_shrinks_where_the_allocator_had_to_wait(monkeypatch: pytest.Monkey
 
 def test_memory_is_looked_at_a_few_times_in_a_pass_however_many_parameters() -> None:
     layers = [torch.nn.Linear(8, 8) for _ in range(200)]
-    chosen = auto_prefetch._occasions([torch.nn.Sequential(*layers)])
+    chosen = auto_prefetch._evenly_spaced([torch.nn.Sequential(*layers)])
     assert 25 <= len(chosen) <= 33
     assert chosen[0] is layers[-1].bias  # the first one whose gradient comes up
-    chosen = auto_prefetch._occasions([torch.nn.Sequential(*layers[:2], torch.nn.Linear(1000, 1000))])
+    chosen = auto_prefetch._evenly_spaced([torch.nn.Sequential(*layers[:2], torch.nn.Linear(1000, 1000))])
     assert len(chosen) <= 4
 
 

@@ -1,4 +1,4 @@
-"""FusedOffloadAdam with the names that Megatron and the frameworks around it look for on an inner optimizer."""
+"""FusedOffloadAdam with the names that Megatron and its frameworks expect of an inner optimizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ _HYBRID_SETTINGS = (
     "pin_cpu_grads",
     "pin_cpu_params",
 )
-"""What the groups of a HybridDeviceOptimizer carry besides; some are classes, which spoil a checkpoint's groups."""
+"""Extra keys in the groups of a HybridDeviceOptimizer.
+
+Some hold classes, which must not enter a checkpoint.
+"""
 
 
 class MegatronAdam(FusedOffloadAdam):
@@ -38,10 +41,12 @@ class MegatronAdam(FusedOffloadAdam):
 
     Attributes:
         place: name of the class whose place this one takes.
-        sub_optimizers: always empty: verl and ms-swift move the state of whatever is in it.
+        sub_optimizers: always empty; verl and ms-swift move the state of its members.
         inner_param_to_orig_param: always empty, for the same callers.
-        gpu_params_map_cpu_copy: always empty: Megatron-Bridge and NeMo-RL refresh the copies in it after a load.
-        master_owner: what keeps the master weights on the GPU in every mode, or None.
+        gpu_params_map_cpu_copy: always empty; Megatron-Bridge and NeMo-RL refresh its copies after
+            a load.
+        master_owner: name of the library that keeps the master weights on the GPU in every mode, or
+            None.
     """
 
     place = "FusedAdam"
@@ -55,17 +60,17 @@ class MegatronAdam(FusedOffloadAdam):
         self._only_groups: bool | None = None
 
     def _check_given(self, params: list[torch.Tensor]) -> None:
-        # Megatron builds the optimizer with the model's parameters, and puts its own masters in the place of quantised
-        # ones before it hands the optimizer out: `check_groups` then looks at those.
+        # Megatron builds the optimizer with the model's parameters. Later it replaces quantised
+        # ones by its own masters, which `check_groups` checks.
         known = [param for param in params if not isinstance(param, torch.Tensor) or has_own_memory(local_of(param))]
         super()._check_given(known)
 
     def check_groups(self) -> None:
-        """Raises for parameters that cannot be updated, once Megatron has put its own in the place of the model's.
+        """Refuses parameters that cannot be updated, after Megatron has put in its masters.
 
         Raises:
-            TypeError: names the first one.
-            RuntimeError: for parameters that are where they cannot be updated.
+            TypeError: names the first bad parameter.
+            RuntimeError: for parameters on a device where they cannot be updated.
         """
         for index, group in enumerate(self.param_groups):
             check_params(group["params"], f"parameter group {index}")
@@ -73,7 +78,7 @@ class MegatronAdam(FusedOffloadAdam):
     # -- names that others call ----------------------------------------------------------------------------------
 
     def dummy_step(self) -> None:
-        """Gives every parameter its storage. Changes no parameter, no value and no step count."""
+        """Makes the state of every parameter. Changes no parameter, no value and no step count."""
         if self._closed:
             self._check_usable()
         for param in self._params_with_state():
@@ -81,24 +86,24 @@ class MegatronAdam(FusedOffloadAdam):
         self._make_state()
 
     def move_new_state_to_right_device(self) -> None:
-        """Takes state whose tensors a caller pointed elsewhere (``tensor.data = ...``) back into its storage."""
+        """Copies state that a caller moved (``tensor.data = ...``) back into its storage."""
         self.synchronize()
         self._store.rehome()
 
     def _move_new_state_to_right_device(self) -> None:
-        """The name that verl, ms-swift and SkyRL call after a load."""
+        """Name that verl, ms-swift and SkyRL call after a load."""
         self.move_new_state_to_right_device()
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
-        """The name that Megatron calls after a load in place of HybridDeviceOptimizer."""
+        """Name that Megatron calls after a load in the place of HybridDeviceOptimizer."""
         self.move_new_state_to_right_device()
 
     def update_fp32_param_by_new_param(self) -> None:
-        """The name that Megatron, Megatron-Bridge and NeMo-RL call after loading weights; `reload_model_params`."""
+        """Name that Megatron, Megatron-Bridge and NeMo-RL call after loading weights."""
         self.reload_model_params()
 
     def planned_bytes(self) -> int:
-        """Bytes of state that all parameters of this rank take, wherever it lives."""
+        """Bytes of state of all parameters of this rank, on the host and on the GPU."""
         return sum(
             format.stored_bytes(align(local_of(param).numel()))
             for param in self._all_params()
@@ -106,11 +111,11 @@ class MegatronAdam(FusedOffloadAdam):
         )
 
     def keeps_remainder(self, param: torch.Tensor) -> bool:
-        """Whether a parameter's master is kept as the 16-bit remainder beside it."""
+        """True if the master of a parameter is stored as a 16-bit remainder."""
         return self._formats_of(param)["master_param"].name == "remainder"
 
     def planned_formats(self) -> dict[str, str]:
-        """State keys and how they are stored, of all parameters of this rank."""
+        """Stored formats of each state key, over all parameters of this rank."""
         found: dict[str, set[str]] = {}
         for param in self._all_params():
             for key, format in self._formats_of(param).items():
@@ -118,7 +123,7 @@ class MegatronAdam(FusedOffloadAdam):
         return {key: "/".join(sorted(names)) for key, names in found.items()}
 
     def packed_with_steps(self) -> dict[str, Any]:
-        """As `state_dict`, with a ``step`` beside each parameter's state, where torch's optimizers have it."""
+        """As `state_dict`, with a ``step`` in each parameter's state, as in torch's optimizers."""
         self._settle_for_save()
         return pack(self.param_groups, self.state, Wanted(with_steps=True))
 
@@ -126,7 +131,10 @@ class MegatronAdam(FusedOffloadAdam):
 
     @property
     def failure(self) -> str | None:
-        """Error of a step or load that failed half-way, or None. Steps and saves are refused until a load succeeds."""
+        """Error of a step or load that failed half-way, or None.
+
+        Steps and saves are refused until a load succeeds.
+        """
         return self._stepper.failure
 
     @failure.setter
@@ -135,7 +143,7 @@ class MegatronAdam(FusedOffloadAdam):
 
     @contextlib.contextmanager
     def failure_set_aside(self) -> Iterator[None]:
-        """Allows state dicts within the context, also after a failure: one is needed to load into."""
+        """Allows state dicts within the context after a failure: loading needs one to load into."""
         failure, self.failure = self.failure, None
         try:
             yield
@@ -143,7 +151,7 @@ class MegatronAdam(FusedOffloadAdam):
             self.failure = failure
 
     def has_live_state(self, tensors: Iterable[Any]) -> bool:
-        """Whether any of the tensors lies in the memory of this optimizer's state, or of a parameter."""
+        """True if any of the tensors shares memory with this optimizer's state or a parameter."""
         views = [view for entry in self.state.values() for view in entry.peek_all()]
         views += [local_of(param) for param in self._all_params()]
         storages = {view.untyped_storage().data_ptr() for view in views if view.numel()}
@@ -155,14 +163,14 @@ class MegatronAdam(FusedOffloadAdam):
     def only_groups(self, *, step_per_param: bool) -> Iterator[None]:
         """Within the context, state dicts carry groups alone.
 
-        DistributedOptimizer saves and loads tensors itself, parameter by parameter, and uses state dicts of its inner
-        optimizer only for the groups. Packing tensors for it would expand narrow formats for nothing, and handing them
-        back would make masters authoritative that nobody loaded.
+        DistributedOptimizer saves and loads tensors itself, parameter by parameter, and uses state
+        dicts of its inner optimizer only for the groups. Packing tensors for them would expand
+        compact formats for nothing. Loading such tensors back would replace the masters.
 
         Args:
-            step_per_param: whether the caller reads the step from the state of each parameter, as Megatron does where
-                neither TransformerEngine nor Apex is installed. At least one parameter is then made up, since a rank
-                may own none.
+            step_per_param: whether the caller reads the step from the state of each parameter, as
+                Megatron does without TransformerEngine and Apex. The state dict then has the step
+                of at least one parameter, since a rank may own none.
         """
         before, self._only_groups = self._only_groups, step_per_param
         try:
@@ -187,10 +195,10 @@ class MegatronAdam(FusedOffloadAdam):
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `FusedOffloadAdam.load_state_dict`; within `only_groups` takes over the groups alone."""
+        """As `FusedOffloadAdam.load_state_dict`; within `only_groups` loads the groups alone."""
         if self._only_groups is None:
             groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
-            if isinstance(groups, (list, tuple)):  # else refused in a moment
+            if isinstance(groups, (list, tuple)):  # else refused below
                 state_dict = {**state_dict, "param_groups": [_without_hybrid_settings(group) for group in groups]}
             super().load_state_dict(state_dict)
             return
@@ -212,7 +220,7 @@ def _without_hybrid_settings(group: Any) -> Any:
 
 
 def inner_of(distributed: Any) -> MegatronAdam:
-    """The inner optimizer of a DistributedOptimizer that was built around a `MegatronAdam`."""
+    """The `MegatronAdam` inside a DistributedOptimizer."""
     inner = distributed.optimizer
     assert isinstance(inner, MegatronAdam)
     return inner

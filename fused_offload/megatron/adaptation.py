@@ -1,4 +1,4 @@
-"""Adapts one Megatron optimizer to the FusedOffloadAdam inside: checkpoints, lifecycle, prefetch."""
+"""Adapts one Megatron optimizer to the FusedOffloadAdam inside: checkpoints and lifecycle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lines that tell the user on the first rank which optimizer is active and where its state lives."""
+"""Log lines about the active optimizer and the location of its state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from .adam import MegatronAdam
 
 
 def announce(inners: Sequence[MegatronAdam], megatron_version: str) -> None:
-    """Prints on the first rank the active class, the stored state, its share on the host, and the window.
+    """Prints the active class, the stored state, its share on the host, and the window.
+
+    Only the first rank prints.
 
     Args:
         inners: inner optimizers of one model, at least one, all in the same place.

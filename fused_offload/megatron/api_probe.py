@@ -1,4 +1,4 @@
-"""Looks up the parts of Megatron-Core that this package replaces or calls, and detects unknown releases."""
+"""Looks up the parts of Megatron-Core that are replaced or called; detects unknown releases."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class MegatronApi(NamedTuple):
 
     @property
     def uses_te(self) -> bool:
-        """Whether Megatron's Adam is TransformerEngine's."""
+        """True if Megatron's Adam is TransformerEngine's."""
         return bool(getattr(self.distrib, "USING_TE_OPTIMIZER", False))
 
 

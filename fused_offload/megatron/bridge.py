@@ -1,4 +1,4 @@
-"""FusedOffloadAdam for Megatron-Bridge: a configuration for ``cfg.optimizer`` that builds its own optimizer.
+"""FusedOffloadAdam for Megatron-Bridge: a configuration that builds its own optimizer.
 
 from fused_offload.megatron.bridge import FusedOffloadOptimizerConfig
 
@@ -19,7 +19,7 @@ try:
     from megatron.bridge.training.config import OptimizerConfig
 except ModuleNotFoundError as error:
     if not (error.name or "").startswith("megatron"):
-        raise  # Bridge is there, but something that it needs is not
+        raise  # Bridge is installed, but one of its dependencies is not
     raise ModuleNotFoundError(
         "fused_offload.megatron.bridge needs Megatron-Bridge: pip install megatron-bridge. "
         "Other programs call fused_offload.megatron.install().",
@@ -31,18 +31,20 @@ except ModuleNotFoundError as error:
 class FusedOffloadOptimizerConfig(OptimizerConfig):
     """Megatron-Bridge's OptimizerConfig with the state of Adam in host memory.
 
-    Bridge asks a configuration that has a method ``provide`` for the optimizer. All fields can be overridden like those
-    of any other configuration.
+    Bridge gets the optimizer from the configuration's method ``provide``. All fields can be
+    overridden like those of any other configuration.
 
     Attributes:
         optimizer_cpu_offload: Megatron's flag, on.
-        optimizer_offload_fraction: share of the state in host memory; Megatron's field, whose default is 0.
-        use_precision_aware_optimizer: Megatron's flag, on: the master weights are part of the state that moves.
+        optimizer_offload_fraction: share of the state in host memory; Megatron's field, whose
+            default is 0.
+        use_precision_aware_optimizer: Megatron's flag, on: the master weights belong to the state
+            that moves.
         offload_chunk_bytes: see ``chunk_bytes`` of `OffloadConfig`.
         offload_depth: see ``depth`` of `OffloadConfig`.
         offload_transport: see ``transport`` of `OffloadConfig`.
-        offload_window_bytes: see ``window_bytes`` of `OffloadConfig`: bytes, or ``"auto"``. None goes by
-            FUSED_OFFLOAD_WINDOW_BYTES.
+        offload_window_bytes: see ``window_bytes`` of `OffloadConfig`: bytes, or ``"auto"``. None
+            reads FUSED_OFFLOAD_WINDOW_BYTES.
         offload_numerics: see ``numerics`` of `install`.
         offload_stochastic_rounding: see ``stochastic_rounding`` of `install`.
     """
@@ -61,15 +63,16 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
     def from_config(
         cls, config: OptimizerConfig, *, fraction: float = 1.0, numerics: str | None = None
     ) -> FusedOffloadOptimizerConfig:
-        """A recipe's configuration, with the optimizer's state in host memory.
+        """Copies a recipe's configuration, with the optimizer's state in host memory.
 
         Args:
-            config: what to start from; it is not changed.
+            config: the recipe's configuration; it is not changed.
             fraction: share of the state in host memory.
-            numerics: ``"te"`` for the bits of TransformerEngine's FusedAdam, which Bridge uses otherwise.
+            numerics: ``"te"`` for the bits of TransformerEngine's FusedAdam, which is Bridge's own
+                choice.
         """
         result = cls()
-        for name, value in vars(config).items():  # not only its fields: recipes also set attributes that are none
+        for name, value in vars(config).items():  # recipes also set attributes that are no fields
             setattr(result, name, value)
         result.optimizer_cpu_offload = True
         result.optimizer_offload_fraction = fraction
@@ -78,7 +81,7 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
         return result
 
     def finalize(self) -> None:
-        """Installs the optimizer and runs Megatron's checks; Bridge calls it when all overrides are in.
+        """Installs the optimizer and runs Megatron's checks; Bridge calls it after all overrides.
 
         Raises:
             ValueError: for a recipe whose optimizer is not Adam.
@@ -113,8 +116,8 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
         )
 
     def _install(self) -> None:
-        # For good, not for the time of building: after a load Bridge asks whether the optimizer inside is an instance
-        # of what stands in the place of HybridDeviceOptimizer by then.
+        # For good, not only while the optimizer is built: after a load Bridge checks that the inner
+        # optimizer is an instance of the class that is HybridDeviceOptimizer at that time.
         if self.optimizer != "adam":
             raise ValueError(
                 f"FusedOffloadOptimizerConfig builds Adam, but its optimizer is {self.optimizer!r}. Set it to 'adam', "

@@ -1,4 +1,4 @@
-"""Gathered buffers of a DistributedOptimizer, with and without the padding at the ends of their buckets."""
+"""Padding at the ends of the buckets in gathered buffers of a DistributedOptimizer."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch
 
 
 def slices_unpadded_buffers(sharded_param_state: Callable[..., Any]) -> bool:
-    """Whether this release cuts parameters out of gathered buffers at the places they have in padded ones.
+    """True if this release slices gathered buffers at the offsets of padded ones.
 
-    Gathered buffers have no padding at the ends of their buckets. Releases up to 0.19 do not take that into account,
-    and save what lies beside each parameter after the first padded bucket; later ones look at every bucket's size.
+    Gathered buffers have no padding at the ends of their buckets. Releases up to 0.19 ignore that
+    and save the wrong elements after the first padded bucket. Later releases use the size of every
+    bucket.
 
     Args:
         sharded_param_state: ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
@@ -22,10 +23,10 @@ def slices_unpadded_buffers(sharded_param_state: Callable[..., Any]) -> bool:
 
 
 def insert_bucket_padding(state: dict[Any, Any], buffers: Sequence[Any]) -> None:
-    """Moves every bucket of gathered buffers to where parameters are looked for; padding is zero.
+    """Moves every bucket of gathered buffers to its offset in the padded buffer; padding is zero.
 
     Args:
-        state: what ``get_parameter_state_dp_zero`` returned, updated in place, one tensor at a time.
+        state: returned by ``get_parameter_state_dp_zero``. Updated in place, one tensor at a time.
         buffers: the param-and-grad buffers, in the order of ``state``.
     """
     for index, buffer in enumerate(buffers):

@@ -1,4 +1,4 @@
-"""Checks of Megatron's configuration and model: refuses unsupported ones, and warns of risky ones."""
+"""Checks of Megatron's configuration and model: errors if unsupported, warnings if risky."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _OTHER_OFFLOADERS = ("chunked_optimizer_state_offload", "offload_optimizer_state
 
 
 def check_config(config: Any) -> None:
-    """Refuses a configuration that the optimizer does not support, as early as Megatron's own checks.
+    """Refuses an unsupported configuration, as early as Megatron's own checks.
 
     Args:
         config: Megatron's OptimizerConfig, after its own ``__post_init__``, for which a
@@ -55,7 +55,7 @@ def check_config(config: Any) -> None:
 
 
 def check_model(config: Any, model_chunks: Sequence[Any]) -> None:
-    """Refuses models that the optimizer does not support.
+    """Refuses unsupported models.
 
     Args:
         config: Megatron's OptimizerConfig.

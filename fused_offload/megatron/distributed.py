@@ -1,4 +1,4 @@
-"""Replacement methods of one DistributedOptimizer with FusedOffloadAdam inside, bound to the instance."""
+"""Replacement methods of one DistributedOptimizer, bound to the instance."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class DistributedHooks:
         """Binds the methods.
 
         Args:
-            distributed: a DistributedOptimizer whose inner optimizer is a `MegatronAdam`, fresh from
-                its constructor.
+            distributed: a DistributedOptimizer whose inner optimizer is a `MegatronAdam`, fresh
+                from its constructor.
             api: the Megatron-Core that built it.
         """
         self._distributed = distributed
@@ -59,12 +59,12 @@ class DistributedHooks:
         return bool(self._stock["step_with_ready_grads"]())
 
     def prepare_grads(self) -> bool:
-        """Hands the gradients to the parameters of the inner optimizer, also after shards were replaced."""
+        """Hands the gradients to the inner optimizer, also after shards were replaced."""
         self.shards.follow_model_params()
         return bool(self._stock["prepare_grads"]())
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Takes over weights that were loaded into the model; moments and step counts stay.
+        """Updates masters from loaded model weights; moments and step counts stay.
 
         Args:
             state_dict: a model's state dict with fp32 values for the masters, or None to take the
@@ -99,7 +99,7 @@ class DistributedHooks:
 
     @contextlib.contextmanager
     def _all_or_nothing(self, given: Any) -> Iterator[None]:
-        """Collects and checks the state that Megatron loads within the context, and stores it at the end.
+        """Collects and checks loaded state within the context, and stores it at the end.
 
         Args:
             given: the loaded state dict. Its tensors may be the live state, filled by the reader of
@@ -173,8 +173,9 @@ class DistributedHooks:
         """Loads the parameters' state in the legacy format.
 
         Raises:
-            ValueError: on all ranks, before anything is changed. For remainders in place of masters,
-                for the format before 2024, which has no masters, and for state that does not fit.
+            ValueError: on all ranks, before anything is changed. For remainders in place of
+                masters, for the format before 2024, which has no masters, and for state that does
+                not fit.
         """
         if self.inner.master_weights and update_legacy_format:
             raise ValueError(
@@ -188,7 +189,7 @@ class DistributedHooks:
             self._stock["load_parameter_state_from_dp_zero"](state_dict, update_legacy_format=update_legacy_format)
 
     def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> Any:
-        """State as in Megatron's own method, with the right slices where a buffer has several padded buckets."""
+        """State as in Megatron's own method, also right with several padded buckets in a buffer."""
         self._gathers_for_slicing = slices_unpadded_buffers(self._stock["sharded_param_state_fully_reshardable"])
         try:
             return self._stock["sharded_param_state_fully_reshardable"](*args, **kwargs)

@@ -26,12 +26,12 @@ _CHUNK_METHODS = ("__create_chunk_list__", "__create_write_items__")
 
 
 def uses_fsdp(model_chunks: Sequence[Any]) -> bool:
-    """Whether a model is wrapped by Megatron-FSDP, version 1."""
+    """True if Megatron-FSDP, version 1, wraps the model."""
     return any(getattr(getattr(chunk, "ddp_config", None), "use_megatron_fsdp", False) for chunk in model_chunks)
 
 
 def take_flags(inner: MegatronAdam, config: Any) -> None:
-    """Sets the flags of an inner optimizer that Megatron itself sets too late, and only with TransformerEngine.
+    """Sets flags that Megatron itself sets too late, and only with TransformerEngine.
 
     Args:
         inner: the inner optimizer, as it was built.
@@ -55,7 +55,7 @@ class FsdpHooks:
         """
         self._distributed = distributed
         leave_state_on_host()
-        # Megatron-Bridge and NeMo-RL copy from one list to the other after a load, whoever owns the masters.
+        # Megatron-Bridge and NeMo-RL copy from one list to the other after every load.
         distributed.model_float16_groups, distributed.shard_fp32_from_float16_groups = [], []
         distributed.reload_model_params = self.reload_model_params
         for name in ("sharded_param_state_fsdp_dtensor", "_init_optimizer_states_with_dummy_values"):
@@ -82,7 +82,7 @@ class FsdpHooks:
             group.setdefault("step", 0)
 
     def sharded_param_state_fsdp_dtensor(self, is_loading: bool = False) -> dict[str, Any]:
-        """State and settings by the parameters' names, in the order of the groups, which all ranks share.
+        """State and settings by parameter name, in the order of the groups, equal on all ranks.
 
         Args:
             is_loading: not used. Missing state is made in either case, so that a checkpoint is
@@ -90,8 +90,8 @@ class FsdpHooks:
 
         Returns:
             Dictionaries as Megatron's own. Moments are DTensors over their storage, for a reader to
-            fill in, or new ones where the stored format has scales. ``step`` also stands beside each
-            parameter's state, as in torch's optimizers.
+            fill in, or new ones where the stored format has scales. ``step`` also stands beside
+            each parameter's state, as in torch's optimizers.
         """
         self._init_optimizer_states_with_dummy_values()
         packed = self.inner.packed_with_steps()
@@ -137,7 +137,7 @@ def _chunk_of(param: Any) -> Any:
 
 
 def leave_state_on_host() -> None:
-    """Makes checkpoints of Megatron-FSDP save from and load into state in host memory; once, for good.
+    """Makes Megatron-FSDP's checkpoints use state in host memory; once, for good.
 
     Gated MLPs, gated delta nets and fused projections of latent attention are saved in parts. Each
     part becomes a DTensor, which torch puts on the device of the mesh. A load would then fill in a

@@ -49,7 +49,8 @@ def install(
         stochastic_rounding: as for `FusedOffloadAdam`, for moments in bfloat16. The default is the
             value of FUSED_OFFLOAD_STOCHASTIC_ROUNDING, and False where that is not set.
         log_interval: steps between two reports on the first rank (see ``last_step_report``). The
-            default is the value of FUSED_OFFLOAD_LOG_INTERVAL, and no reports where that is not set.
+            default is the value of FUSED_OFFLOAD_LOG_INTERVAL, and no reports where that is not
+            set.
 
     Raises:
         TypeError: if ``offload`` is no OffloadConfig, or ``stochastic_rounding`` no bool.
@@ -84,7 +85,7 @@ def _fill_pending() -> None:
 
 
 def uninstall() -> None:
-    """Gives Megatron's own optimizers their places back. Optimizers that were built stay as they are."""
+    """Restores Megatron's own classes. Optimizers that were built stay as they are."""
     global _installation
     if _installation is not None:
         _installation.undo()
@@ -92,7 +93,7 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Whether the next optimizer that Megatron builds may be FusedOffloadAdam."""
+    """True if the next optimizer that Megatron builds may be FusedOffloadAdam."""
     return _installation is not None
 
 

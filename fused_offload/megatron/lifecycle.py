@@ -1,4 +1,4 @@
-"""Names by which training loops move an optimizer's state off the GPU and back: it is on the host, so nothing moves."""
+"""Methods by which training loops move optimizer state; here it stays in host memory."""
 
 from __future__ import annotations
 
@@ -12,18 +12,21 @@ from .adam import MegatronAdam
 
 
 class Lifecycle:
-    """Binds the names to one Megatron optimizer. All may be called in any order, any number of times.
+    """Binds these methods to one Megatron optimizer.
 
-    State is in host memory whenever no step runs, so there is nothing to move; what moving it would do to tensors and
-    aliases cannot happen. The staging ring stays between iterations: taking it again costs more than it holds.
+    They may be called in any order, any number of times.
+
+    State is in host memory whenever no step runs, so there is nothing to move, and tensors and
+    aliases stay valid. The staging ring stays between iterations: its memory is worth less than the
+    time to allocate it again.
     """
 
     def __init__(self, optimizer: Any) -> None:
-        """Binds the names.
+        """Binds the methods.
 
         Args:
-            optimizer: a MegatronOptimizer whose inner optimizer is a `MegatronAdam`, or None where it has no
-                parameters.
+            optimizer: a MegatronOptimizer whose inner optimizer is a `MegatronAdam`, or None if it
+                has no parameters.
         """
         self._optimizer = optimizer
         for name in (
@@ -53,7 +56,7 @@ class Lifecycle:
         """Does nothing.
 
         Args:
-            *args: not used: callers say which part of the state to move.
+            *args: not used; callers name the part of the state to move.
             **kwargs: not used.
         """
 
@@ -68,10 +71,10 @@ class Lifecycle:
             self._inner.synchronize()
 
     def release(self) -> None:
-        """Waits, then gives the staging ring back: the GPU is needed for something else, such as rollouts.
+        """Waits, then frees the staging ring, for other uses of the GPU such as rollouts.
 
-        Master weights that Megatron keeps on the GPU go to the host, and torch's cache of freed memory is emptied, as
-        without this optimizer.
+        Master weights that Megatron keeps on the GPU move to the host, and torch's cache of freed
+        memory is emptied, as with Megatron's own optimizers.
         """
         if self._inner is not None:
             self._inner.release_gpu_memory()
@@ -79,7 +82,7 @@ class Lifecycle:
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
-        """Brings master weights that belong to Megatron back to the GPU. State stays in host memory."""
+        """Moves Megatron's master weights back to the GPU. State stays in host memory."""
         if self._inner is not None:
             self._move_megatrons_masters("cuda")
 
@@ -89,9 +92,9 @@ class Lifecycle:
             return
         for group in inner.param_groups:
             for param in group["params"]:
-                if not is_distributed(param):  # shards of Megatron-FSDP are parts of its buffers, and stay so
+                if not is_distributed(param):  # shards of Megatron-FSDP are views of its buffers
                     param.data = param.data.to(device)
 
     def requires_param_sync(self) -> bool:
-        """Whether parameters wait for masters before the next forward pass: the step has written them."""
+        """False: parameters never wait for masters, since the step writes both."""
         return False

@@ -1,4 +1,4 @@
-"""Arguments of FusedOffloadAdam, read from Megatron's OptimizerConfig and from environment variables."""
+"""Arguments of FusedOffloadAdam from Megatron's OptimizerConfig and the environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class AdamOptions:
         exp_avg_dtype: stored dtype of the first moment.
         exp_avg_sq_dtype: stored dtype of the second moment.
         use_decoupled_grad: whether gradients come in ``decoupled_grad``.
-        store_param_remainders: whether masters of bfloat16 parameters are kept as 16-bit remainders.
+        store_param_remainders: whether masters of bfloat16 parameters are kept as 16-bit
+            remainders.
         numerics: ``"ieee"`` or ``"te"``.
         stochastic_rounding: whether bfloat16 moments are rounded stochastically.
         offload: share of the state in host memory, and how it moves.
@@ -54,22 +55,22 @@ class AdamOptions:
 
 
 def remember_remainders(config: Any) -> None:
-    """Notes the requested ``store_param_remainders``; Megatron disables it without TransformerEngine."""
+    """Notes the requested ``store_param_remainders``; Megatron disables it without TE."""
     setattr(config, _REQUESTED, bool(getattr(config, "store_param_remainders", False)))
 
 
 def restore_remainders(config: Any) -> None:
-    """Restores the requested ``store_param_remainders`` of a configuration whose optimizer is ours."""
+    """Restores the requested ``store_param_remainders``."""
     config.store_param_remainders = getattr(config, _REQUESTED, config.store_param_remainders)
 
 
 def takes_hybrid_place(config: Any) -> bool:
-    """Whether Megatron would build a HybridDeviceOptimizer with Adam in it."""
+    """True if Megatron would build a HybridDeviceOptimizer with Adam in it."""
     return bool(config.optimizer_cpu_offload) and config.optimizer == "adam"
 
 
 def rounds_stochastically(given: bool | None) -> bool:
-    """Whether bfloat16 moments are rounded stochastically.
+    """True if bfloat16 moments are rounded stochastically.
 
     Args:
         given: the argument of `install`; None reads the environment variable.
@@ -88,7 +89,7 @@ def rounds_stochastically(given: bool | None) -> bool:
 
 
 def window_bytes() -> Any:
-    """Default of ``OffloadConfig.window_bytes``: the environment variable, or 0 where it is not set.
+    """Default of ``OffloadConfig.window_bytes``: the environment variable, or 0 without it.
 
     Raises:
         ValueError: for a bad value of the variable.
@@ -104,8 +105,8 @@ def options_of(config: Any, offload: OffloadConfig, numerics: str, *, stochastic
 
     Args:
         config: Megatron's OptimizerConfig.
-        offload: chunks, depth and pinning. The fraction is Megatron's ``optimizer_offload_fraction``,
-            and its ``pin_cpu_params`` can switch pinning off.
+        offload: chunks, depth and pinning. The fraction is Megatron's
+            ``optimizer_offload_fraction``, and its ``pin_cpu_params`` can switch pinning off.
         numerics: ``"ieee"`` or ``"te"``.
         stochastic_rounding: whether bfloat16 moments are rounded stochastically.
     """

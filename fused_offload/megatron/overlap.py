@@ -1,4 +1,4 @@
-"""Prefetches the window of a Megatron optimizer under backward, whatever schedule runs."""
+"""Prefetches the window of a Megatron optimizer under backward, in every pipeline schedule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from fused_offload.model_hooks.auto_prefetch import Attachment
+from fused_offload.model_hooks.auto_prefetch import AutoPrefetch
 
 from .adam import MegatronAdam
 
@@ -15,23 +15,25 @@ _OWNER = "_fused_offload_owner"
 
 
 class Overlap:
-    """Starts the prefetch from the forward passes of the model chunks, at the latest when gradients are reduced.
+    """Starts the prefetch from the forward passes of the model chunks.
 
-    Forward passes are counted per rank and step, which holds for pipeline schedules, virtual stages and any number of
-    microbatches. The reduction of the last microbatch's gradients is the fallback, for the first steps and for loops
-    that call the chunks in another way; it is seen at the bucket groups and at ``finish_grad_sync``, since frameworks
-    overwrite ``finalize_model_grads_func``.
+    Forward passes are counted per rank and step. That works for pipeline schedules, virtual stages
+    and any number of microbatches.
+
+    The reduction of the last microbatch's gradients is the fallback, for the first steps and for
+    loops that call the chunks in another way. It is detected at the bucket groups and at
+    ``finish_grad_sync``, since frameworks overwrite ``finalize_model_grads_func``.
     """
 
     def __init__(self, distributed: Any, inner: MegatronAdam) -> None:
-        """Wraps methods of the model chunks and their bucket groups, and ``zero_grad`` of the optimizer.
+        """Wraps methods of model chunks and bucket groups, and the optimizer's ``zero_grad``.
 
         Args:
             distributed: a DistributedOptimizer.
-            inner: its inner optimizer, whose configuration has a window.
+            inner: its inner optimizer, configured with a window.
         """
-        self._inner = weakref.ref(inner)  # the model outlives an optimizer that is built anew
-        self._attachment: Attachment = inner.attach(*distributed.model_chunks)
+        self._inner = weakref.ref(inner)  # the model may outlive the optimizer
+        self._prefetch: AutoPrefetch = inner.attach(*distributed.model_chunks)
         for chunk in distributed.model_chunks:
             chunk.finish_grad_sync = self._after_prefetch(chunk.finish_grad_sync, lambda: True)
             groups = [*getattr(chunk, "bucket_groups", []), *getattr(chunk, "expert_parallel_bucket_groups", [])]
@@ -41,20 +43,20 @@ class Overlap:
 
         @functools.wraps(zero_grad)
         def begin_iteration(*args: Any, **kwargs: Any) -> Any:
-            self._attachment.begin_iteration()  # the last iteration may have ended without a step
+            self._prefetch.begin_iteration()  # the last iteration may have ended without a step
             return zero_grad(*args, **kwargs)
 
         distributed.zero_grad = begin_iteration
 
     def _after_prefetch(self, method: Any, is_last: Callable[[], bool]) -> Callable[..., Any]:
         while (owner := getattr(method, _OWNER, None)) is not None and owner() is None:
-            method = method.__wrapped__  # of an optimizer that is gone
+            method = method.__wrapped__  # removes the wrapper of an optimizer that is gone
 
         @functools.wraps(method)
         def prefetch_first(*args: Any, **kwargs: Any) -> Any:
             inner = self._inner()
-            if inner is not None and inner.is_attached and self._attachment.budget_bytes is None and is_last():
-                self._attachment.prefetch()
+            if inner is not None and inner.is_attached and self._prefetch.budget_bytes is None and is_last():
+                self._prefetch.prefetch()
             return method(*args, **kwargs)
 
         setattr(prefetch_first, _OWNER, self._inner)

@@ -1,4 +1,4 @@
-"""State of one parameter as a Megatron checkpoint holds it: the true fp32 master and unscaled fp32 moments."""
+"""State of one parameter in a Megatron checkpoint: true fp32 master, unscaled fp32 moments."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ def read_values(inner: MegatronAdam, param: torch.Tensor) -> dict[str, torch.Ten
 
     Args:
         inner: the optimizer.
-        param: ``[numel]``, one of its parameters; gets its storage if it has none.
+        param: ``[numel]``, one of its parameters. Its state is made if it has none.
 
     Returns:
-        ``"param"``, ``"exp_avg"`` and ``"exp_avg_sq"``, each ``[numel]`` float32. Live tensors in host memory where the
-        stored format is float32, so that saving makes no copy of them and loading may write to them; else new ones.
-        ``"param"`` is the parameter itself where Megatron owns the masters.
+        ``"param"``, ``"exp_avg"`` and ``"exp_avg_sq"``, each ``[numel]`` float32. Where the stored
+        format is float32 they are live tensors in host memory: saving makes no copy of them, and
+        loading may write to them. Other formats give new tensors. ``"param"`` is the parameter
+        itself where Megatron owns the masters.
     """
     inner.initialize_state(param)
     values = {key: inner.get_unscaled_state(param, key) for key in _MOMENTS}
@@ -41,16 +42,16 @@ def _read_master(inner: MegatronAdam, param: torch.Tensor) -> torch.Tensor:
 
 
 def check_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, Any]) -> None:
-    """Checks what a checkpoint holds of a parameter's state; changes nothing.
+    """Checks the state of one parameter from a checkpoint; changes nothing.
 
     Args:
         inner: the optimizer.
         param: ``[numel]``, one of its parameters.
-        values: as `write_values` takes them.
+        values: argument of `write_values`.
 
     Raises:
-        ValueError: for a missing value and another shape.
-        TypeError: for what is no tensor, and for a dtype that cannot be stored.
+        ValueError: for a missing value and a wrong shape.
+        TypeError: for a value that is no tensor, and for a dtype that cannot be stored.
     """
     for key in (*_MOMENTS, "param"):
         if key not in values:
@@ -71,38 +72,40 @@ def check_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, 
 
 
 def write_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, Any]) -> None:
-    """Takes over what a checkpoint holds of a parameter's state.
+    """Stores the state of one parameter from a checkpoint.
 
     Args:
         inner: the optimizer.
-        param: ``[numel]``, one of its parameters. Updated in place where it is part of the master (remainders), or is
-            the master.
-        values: as `read_values` gives them, on any device, checked by `check_values`.
+        param: ``[numel]``, one of its parameters. Updated in place where it is the master, or the
+            upper half of the master beside remainders.
+        values: as returned by `read_values`, on any device, checked by `check_values`.
     """
     for key in _MOMENTS:
         inner.set_scaled_state(param, key, values[key])
     if inner.master_weights and param.dtype == torch.float32:
-        # Such a parameter is its own master, and was loaded with the model. TransformerEngine's FusedAdam keeps and
-        # saves another one, which it never updates.
+        # Such a parameter is its own master, and was loaded with the model. TransformerEngine's
+        # FusedAdam keeps and saves a second master, which it never updates.
         inner.state[param].unset_master()
     elif values["param"] is not param:
         write_master(inner, param, values["param"])
 
 
 def write_master(inner: MegatronAdam, param: torch.Tensor, master: torch.Tensor) -> None:
-    """Makes fp32 values the master of a parameter.
+    """Stores the master of a parameter.
 
     Args:
         inner: the optimizer.
-        param: ``[numel]``. Updated in place where it is the master, or its upper half beside remainders.
-        master: ``[numel]`` float32, on any device; or the int16 remainders beside ``param``.
+        param: ``[numel]``. Updated in place where it is the master, or its upper half beside
+            remainders.
+        master: ``[numel]`` float32 values, or the int16 remainders beside ``param``; on any device.
     """
     if not inner.master_weights or param.dtype == torch.float32:
         with torch.no_grad():
             param.copy_(master)
         return
     inner.initialize_state(param)
-    kept_as_remainder = inner.keeps_remainder(param)  # not read: a reader of checkpoints may have filled the live view
+    # Planned, not read from the state: a reader of checkpoints may have filled the live view.
+    kept_as_remainder = inner.keeps_remainder(param)
     if master.dtype == torch.int16:
         if not kept_as_remainder:
             master = join_remainder(param.detach().cpu(), master.cpu())
@@ -116,11 +119,11 @@ def write_master(inner: MegatronAdam, param: torch.Tensor, master: torch.Tensor)
 
 
 def refresh_megatrons_master(master: torch.Tensor, weights: torch.Tensor) -> None:
-    """Takes over loaded weights where a master that Megatron keeps does not round to them.
+    """Replaces values of Megatron's master that do not round to the loaded weights.
 
     Args:
         master: float32, updated in place.
-        weights: the model's parameter, or this rank's part of it, shaped like ``master``.
+        weights: the model's parameter or this rank's part of it, shaped like ``master``.
     """
     is_rounding = (master.to(weights.dtype) == weights) | (master.isnan() & weights.isnan())
     with torch.no_grad():

@@ -48,7 +48,7 @@ class Installation:
         self.replaced.clear()
 
     def fill_places(self) -> None:
-        """Patches the imported Megatron-Core; an unknown release gets a warning and stays as it is."""
+        """Patches the imported Megatron-Core; warns and does nothing for an unknown release."""
         try:
             api = find_api()
         except UnknownApiError as error:
@@ -119,7 +119,7 @@ def _wrapped_factory(factory: Callable[..., Any], api: MegatronApi, installation
 
 
 def _wrapped_chain(init: Callable[..., None], api: MegatronApi, installation: Installation) -> Callable[..., None]:
-    """Announces the optimizers of a model when all are built: Megatron chains them, even a single one."""
+    """Announces a model's optimizers when all are built; Megatron chains even a single one."""
 
     @functools.wraps(init)
     def announcing_init(chain: Any, *args: Any, **kwargs: Any) -> None:
@@ -141,6 +141,6 @@ def _introduce(optimizers: Sequence[Any], api: MegatronApi, installation: Instal
 
 
 def _is_virtual_stage(model_chunks: Sequence[Any]) -> bool:
-    """Whether Megatron builds further optimizers for this rank and chains all of them."""
+    """True if Megatron builds further optimizers for this rank and chains all of them."""
     size = getattr(getattr(model_chunks[0], "config", None), "virtual_pipeline_model_parallel_size", None)
     return (size or 1) > 1

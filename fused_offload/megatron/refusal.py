@@ -1,4 +1,4 @@
-"""Loads that Megatron or this package refuses: the error that is raised, and whether anything was changed."""
+"""Errors of refused loads, and the state dicts for the next attempt."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 
 _DAMAGE = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RecursionError)
-"""What Megatron raises for a state dict that lacks something or holds something else."""
+"""Errors that Megatron raises for a state dict that is incomplete or of another kind."""
 
 
 def refusal(error: Exception) -> Exception:
-    """The error to raise for a load that failed: a ValueError if the state dict is to blame.
+    """Converts the error of a failed load: to a ValueError if the state dict is at fault.
 
     Args:
-        error: what was raised.
+        error: the original error.
     """
     if isinstance(error, _DAMAGE) or type(error) is RuntimeError:
         return ValueError(
@@ -29,7 +29,9 @@ def refusal(error: Exception) -> Exception:
 
 
 def allow_loading(optimizer: Any) -> None:
-    """Lets one Megatron optimizer make a state dict to load into after a failure, which stays until it is loaded.
+    """Allows one Megatron optimizer to make a state dict to load into after a failure.
+
+    The failure stays until a load succeeds.
 
     Args:
         optimizer: a MegatronOptimizer whose inner optimizer is a `MegatronAdam`.

@@ -20,7 +20,7 @@ REFUSED_REMAINDERS = (
 
 
 def are_remainders(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:
-    """Whether the master weights of a checkpoint are 16-bit remainders that were converted to floats.
+    """True if the master weights of a checkpoint are 16-bit remainders, converted to floats.
 
     TransformerEngine's FusedAdam saves remainders under the masters' name, and readers of
     checkpoints convert dtypes silently. Remainders are whole numbers unrelated to the parameters.
@@ -47,7 +47,7 @@ def are_remainders(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) 
 
 
 def holds_remainders(distributed: Any, shards: Shards, state_dict: dict[str, Any]) -> bool:
-    """Whether a loaded state dict holds remainders beside the parameters that they belong to.
+    """True if a loaded state dict holds remainders in the place of masters.
 
     Args:
         distributed: a DistributedOptimizer whose inner optimizer is a `MegatronAdam`.

@@ -1,4 +1,4 @@
-"""The two classes that Megatron builds: one in the place of HybridDeviceOptimizer, one in that of TE's FusedAdam."""
+"""The classes that Megatron builds in the places of HybridDeviceOptimizer and of TE's FusedAdam."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .options import AdamOptions, options_of
 
 
 class Settings(NamedTuple):
-    """What `install` was asked for.
+    """Arguments of `install`.
 
     Attributes:
-        offload: how state moves, and in the place of FusedAdam also which share of it.
-        numerics: ``"ieee"``, ``"te"``, or None for what each place has by default.
+        offload: chunks, depth, window and pinning; in the place of FusedAdam also the fraction.
+        numerics: ``"ieee"``, ``"te"``, or None for the default of each place.
         log_interval: steps between two printed reports, or None.
         stochastic_rounding: as for `FusedOffloadAdam`.
     """
@@ -42,10 +42,10 @@ _current: ContextVar[_Build | None] = ContextVar("fused_offload_megatron_build",
 
 @contextlib.contextmanager
 def building(config: Any, settings: Settings) -> Iterator[None]:
-    """Within the context, optimizers are built for this OptimizerConfig.
+    """Declares the OptimizerConfig for which optimizers are built within the context.
 
-    HybridDeviceOptimizer's constructor is not told about stored dtypes and remainders, so the class in its place asks
-    here; and DistributedOptimizer builds it a second time, from ``defaults``.
+    HybridDeviceOptimizer's constructor has no arguments for stored dtypes and remainders, so the
+    class in its place reads them from this configuration.
     """
     token = _current.set(_Build(config, settings))
     try:
@@ -57,8 +57,8 @@ def building(config: Any, settings: Settings) -> Iterator[None]:
 def hybrid_place(stock: type[torch.optim.Optimizer]) -> type:
     """The class for the place of ``stock``, Megatron's HybridDeviceOptimizer.
 
-    Calling it builds a `HybridPlaceAdam`, or ``stock`` where the CPU part would not be Adam. Both are instances of it,
-    so that Megatron's ``isinstance`` checks hold for either.
+    Calling it builds a `HybridPlaceAdam`, or ``stock`` where the CPU part would not be Adam. Both
+    are instances of it, so that Megatron's ``isinstance`` checks hold for either.
     """
 
     class HybridPlace(type):
@@ -78,14 +78,14 @@ def hybrid_place(stock: type[torch.optim.Optimizer]) -> type:
 
 
 def methods_that_name(stock: type, name: str) -> dict[str, FunctionType]:
-    """Methods of a class that look it up by its name in their module, made to find the class itself.
+    """Copies of a class's methods in which a global name still refers to the class.
 
-    ``super(HybridDeviceOptimizer, self)`` fails once the name means another class. Functions keep the module's other
-    globals as they are now.
+    ``super(HybridDeviceOptimizer, self)`` fails once the name refers to another class. The copies
+    keep the present values of the module's other globals.
 
     Args:
         stock: the class.
-        name: the name that is about to be taken.
+        name: its name, which is about to be replaced in the module.
     """
     return {
         key: FunctionType(
@@ -105,14 +105,16 @@ class HybridPlaceAdam(MegatronAdam):
 
     Args:
         params: parameters or groups of them.
-        offload_fraction: share of the state bytes in host memory. Megatron's OptimizerConfig decides while it builds.
-        cpu_optimizer_cls: torch's AdamW or Adam, which says how weight decay is applied; none runs on the CPU.
+        offload_fraction: share of the state bytes in host memory. Megatron's OptimizerConfig
+            overrides it when Megatron builds the optimizer.
+        cpu_optimizer_cls: torch's AdamW or Adam, for decoupled weight decay or not; none runs on
+            the CPU.
         gpu_optimizer_cls: not used.
         param_update_in_fp32: keep fp32 masters of 16-bit parameters.
         pin_cpu_grads: not used: gradients stay where they are.
         pin_cpu_params: whether state in host memory is page-locked.
         overlap_cpu_optimizer_d2h_h2d: not used: copies always overlap.
-        options: how to build it, in place of all that follows from Megatron's configuration.
+        options: arguments of the optimizer, in place of those from Megatron's configuration.
         fused: not used.
         **kwargs: hyperparameters, as for `FusedOffloadAdam`.
     """
@@ -148,15 +150,15 @@ class HybridPlaceAdam(MegatronAdam):
                 offload=OffloadConfig(fraction=offload_fraction, pin=pin_cpu_params),
             )
         super().__init__(params, **kwargs, **options.arguments())
-        # DistributedOptimizer builds the object again from `defaults`, with its shards for parameters. Added now, so
-        # that groups do not get it: they go into checkpoints and hold plain values only.
+        # DistributedOptimizer builds the object again from `defaults`, with its own shards.
+        # Set after the groups are made: they go into checkpoints and hold plain values only.
         self.defaults["options"] = options
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `FusedOffloadAdam.add_param_group`; DistributedOptimizer also gives views of fp32 parameters."""
+        """As `FusedOffloadAdam.add_param_group`; also takes views, as DistributedOptimizer adds."""
         for param in param_group["params"]:
             if not param.is_leaf and param.requires_grad:
-                param.retain_grad()  # what torch asks of tensors that are no leaves; no backward pass reaches them
+                param.retain_grad()  # torch requires it of tensors that are no leaves; no backward pass reaches them
         options = self.defaults.pop("options", None)
         try:
             super().add_param_group(param_group)
@@ -166,7 +168,7 @@ class HybridPlaceAdam(MegatronAdam):
 
 
 class FusedAdamPlaceAdam(MegatronAdam):
-    """FusedOffloadAdam with the constructor of TransformerEngine's FusedAdam, and its bits unless told otherwise.
+    """FusedOffloadAdam with the constructor and, by default, the bits of TE's FusedAdam.
 
     Args:
         *args: as for `FusedOffloadAdam`.

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 8 -m fused_offload.megatron.run pretrain_gpt.py --optimizer-cpu-offload ...
 
-Everything after the script's name belongs to the script; there are no options of our own.
+All arguments after the script's name belong to the script; the module itself has no options.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _USAGE = "usage: python -m fused_offload.megatron.run script.py [arguments of th
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Installs the optimizer and becomes the script.
+    """Installs the optimizer and runs the script in this process.
 
     Args:
         arguments: the script's path and its arguments.
 
     Raises:
-        SystemExit: without a script that can be read; also if the script raises it.
+        SystemExit: without a readable script; also if the script raises it.
     """
     if not arguments or arguments[0].startswith("-"):
         sys.exit(f"{_USAGE}\nThe first argument should be a script; there are no options.")
@@ -35,15 +35,15 @@ def main(arguments: Sequence[str]) -> None:
     install()
     sys.argv[:] = arguments
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
-        sys.path[0] = os.path.dirname(os.path.realpath(script))  # `python -m` put the working directory there
+        sys.path[0] = os.path.dirname(os.path.realpath(script))  # where `python -m` put the working directory
     _become(os.path.abspath(script))
 
 
 def _become(path: str) -> None:
     """Executes a file as ``__main__``, and leaves it there.
 
-    ``runpy.run_path`` would put this module back at the end, while threads, pickles and exit handlers of the script may
-    still look for what it defined.
+    ``runpy.run_path`` would restore this module at the end, while threads, pickles and exit
+    handlers of the script may still need the script's definitions.
     """
     loader = SourceFileLoader("__main__", path)
     code = loader.source_to_code(loader.get_data(path), path)

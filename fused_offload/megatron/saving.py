@@ -1,4 +1,4 @@
-"""Synchronous distributed checkpoints, written from where the state lies."""
+"""Synchronous distributed checkpoints, written without a copy of the state."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ _WRAPPED = "_writes_in_place"
 
 
 def write_in_place() -> None:
-    """Spares Megatron's synchronous saves a copy of the state in host memory; once, for good.
+    """Makes Megatron's synchronous saves write state without a copy in host memory; once, for good.
 
-    Megatron's writer first copies every CPU tensor that is a view of a larger storage. An asynchronous save needs that
-    copy, since training goes on meanwhile. A synchronous one has written everything when it returns, so it gets tensors
-    over the same memory whose storage ends where they end.
+    Megatron's writer first copies every CPU tensor that is a view of a larger storage. An
+    asynchronous save needs that copy, since training goes on meanwhile. A synchronous save has
+    written everything when it returns. So it gets tensors over the same memory whose storage has
+    their own size.
 
-    Does nothing for releases whose writer is not known to run in threads of this process: another process would not
-    have the memory.
+    Does nothing for releases whose writer is not known to run in threads of this process: another
+    process could not read the memory.
     """
     try:
         strategy = importlib.import_module(f"{_STRATEGIES}.torch").TorchDistSaveShardedStrategy
@@ -58,7 +59,7 @@ def _would_be_copied(data: Any) -> bool:
     return (
         isinstance(data, torch.Tensor)
         and data.device.type == "cpu"
-        and data.dtype == torch.float32  # the format in which state is handed out live
+        and data.dtype == torch.float32  # the dtype of live state tensors
         and data.is_contiguous()
         and data.untyped_storage().nbytes() != data.nbytes
     )

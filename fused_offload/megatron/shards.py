@@ -1,4 +1,4 @@
-"""Which slice of each model parameter a DistributedOptimizer updates here, and that it stays that slice."""
+"""The slice of each model parameter that a DistributedOptimizer updates on this rank."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ class Shard(NamedTuple):
 
     Attributes:
         model_param: the parameter of the model, whole.
-        param: what the inner optimizer updates, ``[stop - start]``.
+        param: the tensor that the inner optimizer updates, ``[stop - start]``.
         start: first element of the part in the flattened parameter.
-        stop: one past the last.
-        aliases: whether ``param`` should be that memory of ``model_param``, not a master copy of it.
+        stop: one past the last element.
+        aliases: whether ``param`` shares the memory of ``model_param``; if not, it is a master
+            copy.
     """
 
     model_param: torch.Tensor
@@ -33,7 +34,7 @@ class Shard(NamedTuple):
         return whole.detach().reshape(-1)[self.start : self.stop]
 
     def weights(self) -> torch.Tensor:
-        """This rank's part of the model parameter, ``[stop - start]``; of a quantised one its values in float32."""
+        """This rank's part of the model parameter, ``[stop - start]``; float32 if quantised."""
         plain = has_own_memory(local_of(self.model_param))
         return self.slice_of(self.model_param if plain else self.model_param.detach().float())
 
@@ -41,16 +42,16 @@ class Shard(NamedTuple):
 class Shards:
     """All shards of one DistributedOptimizer, in the order of its groups.
 
-    Megatron's own index from model parameters to positions in groups counts them in another order than the groups have
-    where a group mixes fp32 and 16-bit parameters (releases up to 0.20), so pairs are taken from the lists that the
-    groups were made of.
+    Pairs are read from the lists that the groups were made of. Megatron's own index from model
+    parameters to positions in groups is wrong where a group mixes fp32 and 16-bit parameters
+    (releases up to 0.20).
     """
 
     def __init__(self, distributed: Any) -> None:
         """Reads the pairs.
 
         Args:
-            distributed: a DistributedOptimizer with an inner optimizer, as it leaves its constructor.
+            distributed: a DistributedOptimizer with an inner optimizer, fresh from its constructor.
         """
         owns_masters = bool(distributed.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
         sixteen_bit = distributed.shard_float16_groups if owns_masters else distributed.shard_fp32_from_float16_groups
@@ -70,19 +71,22 @@ class Shards:
         return iter(self._shards.values())
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Number of shards."""
         return len(self._shards)
 
     def of(self, model_param: torch.Tensor) -> Shard:
-        """The shard of one model parameter that this rank has a part of."""
+        """The shard of one model parameter; raises KeyError if this rank has no part of it."""
         return self._shards[id(model_param)]
 
     def follow_model_params(self) -> None:
         """Points every shard at its slice of the live model parameter again.
 
-        Whoever moves a model or its optimizer away and back (``param.data = param.data.cpu()``) leaves shards that are
-        copies: the optimizer would go on updating them, and the model would never change again. Whoever puts new
-        shards into Megatron's lists keeps gradients from the parameters that the optimizer has, so those go back in.
+        Moving a model or its optimizer away and back (``param.data = param.data.cpu()``) leaves
+        shards that are copies. The optimizer would go on updating them, and the model would never
+        change again.
+
+        New shards in Megatron's lists would get the gradients in place of the optimizer's
+        parameters, so the lists are restored as well.
         """
         for group, members in self._lists:
             if any(new is not member for new, member in zip(group, members, strict=True)):
@@ -99,5 +103,5 @@ def _zipped(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
     for model_group, group in zip(model_groups, groups, strict=True):
         for model_param, param in zip(model_group, group, strict=True):
-            if param is not None:  # quantised parameters have no slice of their own
+            if param is not None:  # quantised parameters have no slice
                 yield model_param, param, aliases

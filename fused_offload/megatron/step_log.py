@@ -1,4 +1,4 @@
-"""Prints on the first rank what steps moved and what they cost, where somebody asks for it."""
+"""Optional log of steps on the first rank: bytes moved and time taken."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import torch
 from .adam import MegatronAdam
 
 VARIABLE = "FUSED_OFFLOAD_LOG_INTERVAL"
-"""Environment variable with the interval, for programs whose call of `install` cannot be changed."""
+"""Environment variable with the interval, where the call of `install` cannot be changed."""
 
 
 def checked_interval(log_interval: int | None) -> int | None:
     """Steps between two lines, or None for no lines.
 
     Args:
-        log_interval: what `install` was given; None goes by the environment.
+        log_interval: the argument of `install`; None reads the environment variable.
 
     Raises:
         ValueError: for anything but an integer of at least 1.
@@ -37,17 +37,17 @@ def checked_interval(log_interval: int | None) -> int | None:
 def log_steps(inners: Sequence[MegatronAdam], interval: int) -> None:
     """Prints one line for each optimizer after every ``interval`` calls of its ``step``.
 
-    Nothing waits for the device: a line is about the last step that it is through with, some calls ago.
+    A line reports the latest completed step, some calls ago, so that nothing waits for the device.
 
     Args:
-        inners: of one model, in order.
+        inners: inner optimizers of one model, in order.
         interval: calls of ``step``.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     for index, inner in enumerate(inners):
         if any(isinstance(hook, _Printer) for hook in inner._optimizer_step_post_hooks.values()):
-            continue  # of another chain that it is part of
+            continue  # it is part of another chain, which logs it
         name = f"optimizer {index + 1} of {len(inners)}, " if len(inners) > 1 else ""
         inner.register_step_post_hook(_Printer(name, interval))
 

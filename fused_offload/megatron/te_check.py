@@ -1,4 +1,4 @@
-"""Whether TransformerEngine's FusedAdam and ours give the same bits on this machine, tried rather than assumed."""
+"""Compares the bits of TransformerEngine's FusedAdam and FusedOffloadAdam on this machine."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ _COMPARED_CAPABILITY = (9, 0)
 
 @functools.cache
 def warn_where_bits_differ() -> None:
-    """Steps a small tensor with both optimizers, once a process, and warns if they disagree.
+    """Steps a small tensor with both optimizers, once a process, and warns if the results differ.
 
-    Does nothing where both were compared exhaustively, and without a GPU or TransformerEngine.
+    Does nothing for the release and GPU of the exhaustive comparison, and without a GPU or
+    TransformerEngine.
     """
     if not torch.cuda.is_available():
         return

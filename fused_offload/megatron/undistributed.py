@@ -1,4 +1,4 @@
-"""Megatron's optimizers for whole parameters, with FusedOffloadAdam inside; bound to the instance, not the class."""
+"""Replacement methods of Megatron's optimizers for whole parameters, bound to the instance."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .refusal import refusal, tensors_in
 class UndistributedHooks:
     """Replaces methods of one Float16OptimizerWithFloat16Params or FP32Optimizer.
 
-    The first of these keeps fp32 masters of 16-bit parameters on the GPU; the other has none.
+    The former keeps fp32 masters of 16-bit parameters on the GPU; the latter has none.
     """
 
     def __init__(self, optimizer: Any) -> None:
         """Binds the methods.
 
         Args:
-            optimizer: one of the two, whose inner optimizer is a `MegatronAdam`.
+            optimizer: one of the two, with a `MegatronAdam` as its inner optimizer.
         """
         self._optimizer = optimizer
         self._inner: MegatronAdam = optimizer.optimizer
@@ -50,10 +50,10 @@ class UndistributedHooks:
             yield from zip(params, masters, strict=True)
 
     def reload_model_params(self, state_dict: Any = None) -> None:
-        """Takes over weights that were loaded into the model; moments and step counts stay.
+        """Updates masters from loaded model weights; moments and step counts stay.
 
         Args:
-            state_dict: must be None, as for Megatron's own.
+            state_dict: must be None, as for Megatron's own method.
 
         Raises:
             ValueError: with a state dict.
@@ -67,12 +67,13 @@ class UndistributedHooks:
             refresh_megatrons_master(master, param.detach())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over state, masters and grad scaler.
+        """Loads state, masters and grad scaler.
+
+        If it raises after something was changed, steps are refused until a load succeeds.
 
         Raises:
             ValueError: for a state dict that does not belong to this optimizer.
-            TypeError: for values that cannot be stored. What was changed by then is never stepped: steps are refused
-                until a load succeeds.
+            TypeError: for values that cannot be stored.
         """
         inner = self._inner
         groups = inner.param_groups
@@ -87,7 +88,7 @@ class UndistributedHooks:
             raise
 
     def _check_masters(self, state_dict: dict[str, Any]) -> None:
-        """Checks masters before anything is changed; Megatron copies them last, as many as there are."""
+        """Checks masters before anything is changed; Megatron copies them last, unchecked."""
         groups = getattr(self._optimizer, "fp32_from_float16_groups", None)
         if groups is None:
             return

@@ -17,55 +17,55 @@ import torch
 from .weak_hook import WeakHook
 
 _ASSUMED_BYTES_PER_S = 40e9  # until a prefetch was timed
-_MARGIN = 1.25  # of the time that the copies need: beside forward and backward they are slower than alone
-_OCCASIONS = 32  # of a backward pass to look at memory: each costs the host what it takes to launch a few kernels
-_CALM_STEPS = 100  # without a retry of the allocator, before a window that was made smaller grows again
+_MARGIN = 1.25  # on the copy time: beside forward and backward, copies are slower than alone
+_MEMORY_CHECKS = 32  # per backward pass; each costs the host as much as launching a few kernels
+_CALM_STEPS = 100  # steps without an allocator retry before a reduced window grows again
 
 
 class Streams(Protocol):
-    """Streams that were current, one per device."""
+    """Current streams at one point in time, one per device."""
 
     def again(self) -> AbstractContextManager[None]:
-        """Makes them current."""
+        """Makes these streams current within the context."""
 
 
 class Prefetching(Protocol):
-    """What `Attachment` asks of an optimizer."""
+    """Methods of an optimizer that `AutoPrefetch` calls."""
 
     def prefetch(self) -> None:
         """Starts or continues the prefetch."""
 
     def cancel_prefetch(self) -> None:
-        """Drops it."""
+        """Drops prefetched state."""
 
     def register_step_post_hook(self, hook: Callable[..., None]) -> Any:
         """Calls ``hook`` after each step."""
 
     def window_seconds(self, assumed_bytes_per_s: float) -> float:
-        """How long the window takes to the GPU, given the rate to assume until that was measured."""
+        """Copy time of the window to the GPU, at an assumed rate until one was measured."""
 
     def allocated_bytes(self) -> int:
         """GPU bytes that are allocated now."""
 
     def allocation_retries(self) -> int:
-        """How often the allocator ran out of GPU memory and waited for some so far."""
+        """Number of times so far that the allocator ran out of GPU memory and waited for some."""
 
     def window_bytes(self) -> int:
-        """GPU bytes of state that is on the GPU or on its way there."""
+        """Bytes of state that is on the GPU or on its way there."""
 
     def _current_streams(self) -> Streams:
         """The current streams of the devices in use."""
 
 
-def check_attachment(models: Sequence[Any], microbatches: Any) -> None:
-    """Refuses what `FusedOffloadAdam.attach` cannot take, before anything is changed.
+def check_attach_arguments(models: Sequence[Any], microbatches: Any) -> None:
+    """Refuses bad arguments of `FusedOffloadAdam.attach` before anything is changed.
 
     Args:
         models: should be modules, at least one.
         microbatches: should be a positive integer or None.
 
     Raises:
-        TypeError: for models that are none.
+        TypeError: for a model that is no ``torch.nn.Module``.
         ValueError: without a model, and for microbatches below 1.
     """
     if not models:
@@ -79,18 +79,21 @@ def check_attachment(models: Sequence[Any], microbatches: Any) -> None:
         raise ValueError(f"Invalid microbatches: {microbatches!r}, it should be an integer of at least 1 or None")
 
 
-class Attachment:
-    """Watches a model's microbatches, and prefetches so that the copies end when backward does.
+class AutoPrefetch:
+    """Prefetches from a model's own passes, so that copies end with the last backward pass.
 
-    A fixed window is prefetched as one, at the beginning of the microbatch that leaves enough time. With ``"auto"`` it
-    grows during the backward pass of the last microbatch, into memory that activations have given back: never beyond
-    what one iteration without it took. Its memory is in use until it is written back, under the next forward pass.
-    Where the GPU has too little for both, torch's allocator waits for the write-back; the window is halved then.
+    A fixed window is prefetched at once, at the beginning of the microbatch that leaves enough
+    time. An ``"auto"`` window grows during the backward pass of the last microbatch, into memory
+    that activations have freed. It never exceeds the peak memory of an iteration without a window.
+
+    The window's memory stays in use until the write-back, under the next forward pass. Where the
+    GPU has too little for both, torch's allocator waits for the write-back, and the window is
+    halved.
 
     The model's hooks do not keep the optimizer alive: when it is gone, they do nothing.
 
     Attributes:
-        budget_bytes: GPU bytes that the window may take now, or None for what the configuration says.
+        budget_bytes: GPU bytes that the window may take now, or None for the configured size.
     """
 
     def __init__(
@@ -104,9 +107,9 @@ class Attachment:
         """Registers hooks.
 
         Args:
-            optimizer: whose prefetch is started.
-            models: what the training loop calls for every microbatch; all calls count.
-            microbatches: how often they are called before each step, or None to go by the step before.
+            optimizer: starts the prefetch.
+            models: modules that the training loop calls for every microbatch; all calls count.
+            microbatches: number of calls before each step, or None for the number of the last step.
             window_bytes: as in OffloadConfig.
         """
         self.budget_bytes: int | None = 0 if window_bytes == "auto" else None
@@ -118,14 +121,14 @@ class Attachment:
         self._began: float | None = None
         self._iteration_seconds: float | None = None
         self._peak_bytes = 0
-        self._room = WindowRoom()
+        self._limit = WindowLimit()
         self._warned = False
         self._forward_streams: Streams | None = None
         self._handles = [optimizer.register_step_post_hook(self._stepped)]
         begins, is_ready = WeakHook(self._forward_begins), WeakHook(self._grad_is_ready)
         self._handles += [model.register_forward_pre_hook(begins) for model in models]
         if window_bytes == "auto":
-            self._handles += [param.register_post_accumulate_grad_hook(is_ready) for param in _occasions(models)]
+            self._handles += [param.register_post_accumulate_grad_hook(is_ready) for param in _evenly_spaced(models)]
 
     def detach(self) -> None:
         """Removes the hooks. The optimizer streams within its steps again."""
@@ -137,7 +140,7 @@ class Attachment:
 
     @property
     def is_active(self) -> bool:
-        """Whether the hooks are there."""
+        """True while the hooks are registered."""
         return bool(self._handles)
 
     @property
@@ -147,7 +150,7 @@ class Attachment:
     def _forward_begins(self, module: torch.nn.Module, _: Any) -> None:
         optimizer = self._optimizer
         if optimizer is None or not (module.training and torch.is_grad_enabled()):
-            return  # nobody to prefetch for, or an evaluation
+            return  # the optimizer is gone, or this is an evaluation
         if self._given and self._seen >= self._microbatches:
             self.begin_iteration()  # no step came: it was skipped
         self._seen += 1
@@ -163,8 +166,8 @@ class Attachment:
     def prefetch(self) -> None:
         """Starts or continues the prefetch, with memory from the streams of the last forward pass.
 
-        Activations return to the memory of these streams. Hooks of gradients may run under others: FSDP calls them
-        under the one that reduces gradients.
+        Activations free memory of these streams. Gradient hooks may run under other streams: FSDP
+        calls them under the one that reduces gradients.
         """
         optimizer, streams = self._optimizer, self._forward_streams
         if optimizer is not None:
@@ -172,13 +175,13 @@ class Attachment:
                 optimizer.prefetch()
 
     def begin_iteration(self) -> None:
-        """Forgets the microbatches of an iteration that ends without a step, and what was prefetched for it."""
+        """Drops microbatches and prefetched state of an iteration that ends without a step."""
         if self._optimizer is not None:
             self._optimizer.cancel_prefetch()
         self._seen = 0
 
     def _lead(self, optimizer: Prefetching) -> int:
-        """Microbatches that the copies need."""
+        """Number of microbatches that the copies take."""
         if self._iteration_seconds is None:
             return 1
         needed = _MARGIN * optimizer.window_seconds(_ASSUMED_BYTES_PER_S)
@@ -188,13 +191,13 @@ class Attachment:
         optimizer = self._optimizer
         if optimizer is None:
             return
-        if self._steps >= 1 and not optimizer.window_bytes():  # there is state, and so far the iteration has no window
+        if self._steps >= 1 and not optimizer.window_bytes():  # state exists, and the iteration has no window yet
             self._peak_bytes = max(self._peak_bytes, optimizer.allocated_bytes())
         if self._steps > 1 and self._seen >= self._microbatches:
             room = self._peak_bytes - optimizer.allocated_bytes()
-            self.budget_bytes = min(room, self._room.limit_bytes - optimizer.window_bytes())
+            self.budget_bytes = min(room, self._limit.limit_bytes - optimizer.window_bytes())
             self.prefetch()
-            self._room.used_bytes = optimizer.window_bytes()
+            self._limit.used_bytes = optimizer.window_bytes()
 
     def _stepped(self, *_: Any) -> None:
         if self._given and self._seen != self._microbatches and self._steps > 1 and not self._warned:
@@ -209,29 +212,31 @@ class Attachment:
         self._seen = 0
         self._steps += 1
         if self.budget_bytes is not None and self._optimizer is not None:
-            self._room.stepped(self._optimizer.allocation_retries())
+            self._limit.stepped(self._optimizer.allocation_retries())
 
 
-class WindowRoom:
-    """How large a window may become without the allocator having to wait for memory.
+class WindowLimit:
+    """Size up to which a window may grow, adapted so that the allocator never waits for memory.
 
     Attributes:
-        limit_bytes: most that the window may take.
-        used_bytes: what it takes now.
+        limit_bytes: maximum size of the window.
+        used_bytes: its size now.
     """
 
     def __init__(self) -> None:
-        """No limit is known."""
+        """Starts without a limit."""
         self.limit_bytes = sys.maxsize
         self.used_bytes = 0
         self._retries: int | None = None
         self._calm_steps = 0
 
     def stepped(self, retries: int) -> None:
-        """Halves the limit if the allocator had to wait since the last step; doubles it after many steps without.
+        """Limits the window to half its size if the allocator had to wait.
+
+        The limit doubles after many steps without waiting.
 
         Args:
-            retries: of the allocator so far.
+            retries: number of allocator retries so far.
         """
         if self._retries is not None and retries > self._retries and self.used_bytes:
             self.limit_bytes = self.used_bytes // 2
@@ -244,10 +249,10 @@ class WindowRoom:
         self._retries = retries
 
 
-def _occasions(models: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
-    """Parameters whose gradients come up at about even distances in a backward pass, its first one included."""
+def _evenly_spaced(models: Sequence[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Parameters whose gradients arrive at about even distances in a backward pass."""
     params = [param for model in models for param in model.parameters() if param.requires_grad]
-    distance = sum(param.numel() for param in params) / _OCCASIONS
+    distance = sum(param.numel() for param in params) / _MEMORY_CHECKS
     chosen = []
     since = math.inf
     for param in reversed(params):

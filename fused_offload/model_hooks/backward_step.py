@@ -1,4 +1,4 @@
-"""Steps parameters while the backward pass is still running, so that gradients need not all be there at once."""
+"""Steps parameters during the backward pass and frees each gradient, to save memory."""
 
 from __future__ import annotations
 
@@ -18,51 +18,54 @@ from fused_offload.params.dtensors import is_distributed, is_offloaded_by_fsdp, 
 from .weak_hook import WeakHook
 
 PART_BYTES = 24 * 2**20
-"""Gradients that wait before they are applied: as many as make their state a few chunks, so that few launches and
-copies serve many small parameters, and few enough to be little beside a model."""
+"""Bytes of waiting gradients at which they are applied.
+
+Their state fills a few chunks, so that many small parameters share launches and copies. Beside a
+model they take little memory.
+"""
 
 _GONE = (
     "FusedOffloadAdam.step_in_backward applies each gradient during the backward pass and frees it, so nothing can "
     "look at all gradients afterwards, or add to them: no clipping by global norm (clip by value: "
     "step_in_backward(model, clip_value=...)), no gradient scaler, no gradient accumulation. Call optimizer.step() "
     "after every backward pass. A parameter that several reentrant checkpoints use gets several gradients in one pass: "
-    "checkpoint with use_reentrant=False. Whoever needs any of these needs the ordinary step: detach() what "
-    "step_in_backward returned, or optimizer.step_in_backward(model).detach() where that was not kept."
+    "checkpoint with use_reentrant=False. For any of these use the ordinary step: call detach() on the object that "
+    "step_in_backward returned, or optimizer.step_in_backward(model).detach() where it was not kept."
 )
 
 
 class Stepping(Protocol):
-    """What `BackwardSteps` asks of an optimizer.
+    """Members of an optimizer that `BackwardSteps` uses.
 
     Attributes:
-        param_groups: its groups.
-        defaults: hyperparameters that its groups have.
+        param_groups: parameter groups.
+        defaults: default hyperparameters of the groups.
     """
 
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
 
     def _step_part(self, grads: Mapping[int, torch.Tensor], part: int, done: Callable[[], None]) -> None:
-        """Updates the parameters with these gradients, by ``id``, as a part of the step that ``step`` completes."""
+        """Updates the parameters of these gradients, by ``id``, as one part of a step."""
 
     def _restart_groups(self) -> None:
-        """Begins groups at step 0 again that have lost all of their state."""
+        """Resets the step count of groups that have lost all of their state."""
 
     def _end_parts(self) -> None:
-        """Says that no more parts of this step follow."""
+        """Ends the parts of this step."""
 
     def _compute_queue(self, device: torch.device) -> Hashable:
-        """Which queue of a device runs kernels now."""
+        """The queue that now runs kernels on a device."""
 
 
 class SteppedGrad(torch.Tensor):
-    """Takes the place of a gradient that is not the caller's any more; has no memory, and computing with it raises."""
+    """Placeholder without memory for a gradient that was taken over; computing with it raises."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, param: torch.Tensor) -> SteppedGrad:
-        """A place holder that fits ``param.grad``."""
+        """Makes a placeholder that fits ``param.grad``."""
         result: SteppedGrad = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
         )
@@ -70,20 +73,20 @@ class SteppedGrad(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, *_: Any) -> Any:
-        """Raises."""
+        """Raises RuntimeError: nothing can be computed with the placeholder."""
         raise RuntimeError(_GONE)
 
     @property
     def _local_tensor(self) -> torch.Tensor:
-        """FSDP adds to it in place."""
+        """Raises RuntimeError where FSDP would add to the gradient in place."""
         raise RuntimeError(_GONE)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Shape and dtype."""
+        """Class, shape and dtype."""
         return f"SteppedGrad(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def fits(self, param: torch.Tensor) -> bool:
-        """Whether ``param.grad`` can be this."""
+        """True if ``param.grad`` can be this placeholder."""
         return (self.shape, self.dtype, self.device) == (param.shape, param.dtype, param.device)
 
 
@@ -92,7 +95,7 @@ class _Waiting:
 
     Attributes:
         grads: gradients by the ``id`` of their parameter.
-        nbytes: bytes of them on this rank.
+        nbytes: their bytes on this rank.
     """
 
     def __init__(self) -> None:
@@ -100,7 +103,7 @@ class _Waiting:
         self.nbytes = 0
 
     def add(self, param: torch.Tensor, grad: torch.Tensor) -> None:
-        """Takes a gradient over."""
+        """Adds the gradient of a parameter."""
         self.grads[id(param)] = grad
         self.nbytes += local_of(grad).nbytes
 
@@ -108,13 +111,13 @@ class _Waiting:
 class BackwardSteps:
     """Steps a model's parameters from its backward passes.
 
-    A gradient is taken over as soon as autograd has accumulated it. When those that wait take enough bytes, their
-    parameters are stepped and they are freed; what still waits after the pass, and parameters without hook, are left to
-    ``optimizer.step()``, which also counts the step. Between, an iteration is **open**: its parameters are of two
-    steps.
+    A gradient is taken over as soon as autograd has accumulated it. When the waiting gradients
+    reach `PART_BYTES`, their parameters are stepped and the gradients are freed.
+    ``optimizer.step()`` steps the rest and counts the step. In between, the iteration is **open**:
+    its parameters belong to two steps.
 
-    Parameters have no hook if they are frozen, not part of the models, or tied: a parameter with several names may get
-    its gradient in parts.
+    Parameters have no hook if they are frozen, not part of the models, or tied. A parameter with
+    several names may get its gradient in parts.
 
     The model's hooks keep neither this object nor the optimizer alive.
     """
@@ -130,10 +133,10 @@ class BackwardSteps:
         """Registers hooks; see `FusedOffloadAdam.step_in_backward`.
 
         Args:
-            optimizer: whose parameters are stepped.
-            models: what is trained.
-            params: what `stepped_params` returned for them.
-            clip_value: gradients are clamped to plus or minus this value first.
+            optimizer: steps the parameters.
+            models: the modules in training.
+            params: the result of `stepped_params` for these models.
+            clip_value: bound to which gradients are clamped, on both sides of zero, or None.
         """
         self._optimizer_ref = weakref.ref(optimizer)
         self._clip_value = clip_value
@@ -146,16 +149,16 @@ class BackwardSteps:
         take = WeakHook(self._take)
         self._handles = [param.register_post_accumulate_grad_hook(take) for param in params]
         if any(map(is_distributed, params)):
-            # FSDP looks at the gradients that it adds to before it calls hooks, and would not say what is wrong.
+            # FSDP reads the gradients before it calls hooks; its error would not name the cause.
             refuse = WeakHook(self._refuse_second_forward)
             self._handles += [model.register_forward_pre_hook(refuse) for model in models]
 
     # -- for callers ---------------------------------------------------------------------------------------------
 
     def detach(self) -> None:
-        """Removes the hooks. Gradients that wait for ``step`` are put back; ``step`` is the ordinary one again.
+        """Removes the hooks and restores waiting gradients; ``step`` is the ordinary one again.
 
-        Safe to call twice: what was attached after the first call goes on.
+        A second call does nothing, also when other hooks were registered after the first.
         """
         if not self._handles:
             return
@@ -167,7 +170,7 @@ class BackwardSteps:
 
     @property
     def is_active(self) -> bool:
-        """Whether the hooks are there."""
+        """True while the hooks are registered."""
         return bool(self._handles)
 
     # -- for the optimizer ---------------------------------------------------------------------------------------
@@ -182,7 +185,7 @@ class BackwardSteps:
 
     @contextlib.contextmanager
     def last_part(self) -> Iterator[None]:
-        """Shows a step what is left; when that succeeds, drops all gradients and closes the iteration."""
+        """Restores waiting gradients for a step. Its success drops all and closes the iteration."""
         optimizer = self._optimizer_ref()
         assert optimizer is not None
         if self._parts:
@@ -192,7 +195,7 @@ class BackwardSteps:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param in params:
             if param.grad is not None:
-                param.grad = like_param(param, param.grad)  # a part of a sum cannot be clipped
+                param.grad = like_param(param, param.grad)  # a partial sum cannot be clipped
         self._clip([param.grad for param in params if param.grad is not None])
         yield
         for param in params:
@@ -200,13 +203,13 @@ class BackwardSteps:
         self._close()
 
     def drop_grads(self) -> None:
-        """Frees what waits. The iteration stays open: what was stepped is."""
+        """Frees waiting gradients. The iteration stays open, since some parameters were stepped."""
         with self._lock:
             self._waiting.clear()
             self._put_back()
 
     def abandon(self) -> None:
-        """Closes the iteration without its last part, because state is loaded."""
+        """Closes the iteration without its last part, because state is being loaded."""
         self.drop_grads()
         self._close()
 
@@ -222,7 +225,7 @@ class BackwardSteps:
                 raise RuntimeError(_GONE)
             grad = like_param(param, param.grad)
             device = local_of(grad).device
-            # Kernels run in the queue that computed their gradients: it owns the memory that is freed behind them.
+            # Kernels run in the queue that computed their gradients: it owns the freed memory.
             queue = (device, optimizer._compute_queue(device))
             waiting = self._waiting.setdefault(queue, _Waiting())
             waiting.add(param, grad)
@@ -234,7 +237,7 @@ class BackwardSteps:
                 optimizer._step_part(waiting.grads, self._parts, lambda: self._applied(queue))
 
     def _applied(self, queue: Hashable) -> None:
-        """Forgets gradients that a part has applied."""
+        """Drops the gradients that a part has applied."""
         self._parts += 1
         del self._waiting[queue]
 
@@ -254,7 +257,7 @@ class BackwardSteps:
         return {key: grad for waiting in self._waiting.values() for key, grad in waiting.grads.items()}
 
     def _put_back(self) -> None:
-        """Gives parameters the gradients that wait for them, and none to those that were stepped."""
+        """Restores the gradients that wait; stepped parameters get None."""
         waiting = self._waiting_grads()
         for key, param in self._arrived.items():
             if isinstance(param.grad, SteppedGrad):
@@ -306,14 +309,14 @@ def stepped_params(
     """Parameters that backward passes can step. Changes nothing.
 
     Args:
-        optimizer: whose parameters they are.
-        models: what is trained.
+        optimizer: owner of the parameters.
+        models: the modules in training.
         clip_value: should be a positive number or None.
 
     Raises:
         ValueError: for a bad ``clip_value``, and models without such parameters.
-        RuntimeError: where gradients are not final when autograd has accumulated them, and where another optimizer
-            steps the same parameters.
+        RuntimeError: where gradients are not final when autograd has accumulated them, and where
+            another optimizer steps the same parameters.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     hooked = _untied(models, params)
@@ -330,21 +333,21 @@ def stepped_params(
 
 
 def refuse_scaler(optimizer: Any, grad_scaler: Any) -> None:
-    """Raises RuntimeError if a gradient scaler calls the step of parameters that were stepped with scaled gradients."""
+    """Raises RuntimeError for a step under a gradient scaler."""
     signals = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     if (grad_scaler is not None and grad_scaler.is_enabled()) or any(signal is not None for signal in signals):
         raise RuntimeError(_GONE)
 
 
 def _frozen(value: Any) -> Any:
-    """A value to compare with later; a tensor by what it is and how often it was written, which asks no device."""
+    """A value to compare with later; of a tensor its identity and version, to ask no device."""
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     return tuple(value) if isinstance(value, list) else value
 
 
 def _untied(models: Sequence[torch.nn.Module], params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Parameters of an optimizer that have one name in the models and wait for a gradient."""
+    """Trainable parameters of an optimizer that have exactly one name in the models."""
     inner = {id(part) for model in models for part in model.modules() if part is not model}
     roots = {id(model): model for model in models if id(model) not in inner}
     names = Counter(
@@ -364,7 +367,7 @@ def _check_stepped_by_no_other(params: Sequence[torch.Tensor], optimizer: Steppi
 
     if not others():
         return
-    gc.collect()  # an optimizer refers to itself, and goes no earlier
+    gc.collect()  # optimizers are parts of reference cycles
     if others():
         raise RuntimeError(
             "Another FusedOffloadAdam, which is still alive, steps parameters of these models in their backward "
@@ -375,7 +378,7 @@ def _check_stepped_by_no_other(params: Sequence[torch.Tensor], optimizer: Steppi
 
 
 def _check_grads_are_final(models: Sequence[torch.nn.Module], params: Sequence[torch.Tensor]) -> None:
-    """Raises RuntimeError where gradients are not what a step needs when autograd has accumulated them."""
+    """Raises RuntimeError where accumulated gradients are not final, or are moved later."""
     fsdp1 = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     late = (torch.nn.parallel.DistributedDataParallel, *([fsdp1.FullyShardedDataParallel] if fsdp1 else []))
     for part in (part for model in models for part in model.modules()):

@@ -1,4 +1,4 @@
-"""Hooks on a model that belong to an optimizer: they keep nothing alive, and stay behind when the model is copied."""
+"""Model hooks that refer weakly to their optimizer and do nothing in copies of the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class WeakHook:
-    """Calls a method as long as its object exists. In copies of a model, pickled or not, it does nothing."""
+    """Calls a method as long as its object exists. Copies of it, pickled or not, do nothing."""
 
     def __init__(self, method: Callable[..., None]) -> None:
         """Takes a bound method."""
@@ -18,13 +18,13 @@ class WeakHook:
 
     @property
     def owner(self) -> Any:
-        """The object whose method it calls, or None once that is gone."""
+        """The object of the method, or None once it is gone."""
         method: Any = self._method()
         return None if method is None else method.__self__
 
     @torch._disable_dynamo  # copies, events and clocks are nothing to compile
     def __call__(self, *args: Any) -> None:
-        """What torch calls."""
+        """Calls the method with torch's arguments."""
         method = self._method()
         if method is not None:
             method(*args)
@@ -38,4 +38,4 @@ def _hook_of_a_copy() -> Callable[..., None]:
 
 
 def _do_nothing(*_: Any) -> None:
-    """What a copy of a model calls."""
+    """The hook of a copied model."""
