@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,12 @@ IMAGES = DOCS / "images"
 _HEAD = """# Benchmarks
 
 Made by `python bench/page.py` from `bench/results/*.json`; change those, not this page.
-[bench/README.md](../bench/README.md) says what each case does, what the columns mean and how to run them: `make bench`
-on a machine with a GPU. Times of different files are not to be compared: a link's speed differs from run to run, which
-is why each file measures what it compares with.
+[bench/README.md](../bench/README.md) describes each case, each column and how to run them:
+`make bench` on a machine with a GPU. Do not compare times of different files: the speed of a link
+differs from run to run, so each file measures its own baselines.
 """
+
+_WIDTH = 100
 
 _FORMATS = ("12B", "10B", "6B")
 _KINDS = ("plain-duplex", "copies-only", "whole-step")
@@ -400,7 +403,14 @@ def page(everything: list[Results]) -> str:
         lines += ["", f"![{name}, from {results.path.name}](images/{name}.png)"]
     for results in everything:
         lines += results.lines()
-    return "\n".join(lines) + "\n"
+    return "\n".join(map(_wrapped, lines)) + "\n"
+
+
+def _wrapped(line: str) -> str:
+    """A line of prose at the page's width; tables, headings and pictures are one line in Markdown."""
+    if len(line) <= _WIDTH or line.startswith(("|", "#", "![")) or "\n" in line:
+        return line
+    return textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def main() -> int:
