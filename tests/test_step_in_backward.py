@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.memory.staging_ring import Slot, StagingRing
 from fused_offload.model_hooks import backward_step
-from fused_offload.model_hooks.backward_step import SteppedGrad
+from fused_offload.model_hooks.stepped_grad import SteppedGrad
 from fused_offload.plan.window_blocks import WriteBacks
 from fused_offload.step.stepper import Stepper
 

@@ -15,6 +15,7 @@ import torch
 
 from fused_offload.params.dtensors import is_distributed, is_offloaded_by_fsdp, is_replicated, like_param, local_of
 
+from .stepped_grad import GONE, SteppedGrad
 from .weak_hook import WeakHook
 
 PART_BYTES = 24 * 2**20
@@ -23,15 +24,6 @@ PART_BYTES = 24 * 2**20
 Their state fills a few chunks, so that many small parameters share launches and copies. Beside a
 model they take little memory.
 """
-
-_GONE = (
-    "FusedOffloadAdam.step_in_backward applies each gradient during the backward pass and frees it, so nothing can "
-    "look at all gradients afterwards, or add to them: no clipping by global norm (clip by value: "
-    "step_in_backward(model, clip_value=...)), no gradient scaler, no gradient accumulation. Call optimizer.step() "
-    "after every backward pass. A parameter that several reentrant checkpoints use gets several gradients in one pass: "
-    "checkpoint with use_reentrant=False. For any of these use the ordinary step: call detach() on the object that "
-    "step_in_backward returned, or optimizer.step_in_backward(model).detach() where it was not kept."
-)
 
 
 class Stepping(Protocol):
@@ -56,38 +48,6 @@ class Stepping(Protocol):
 
     def _compute_queue(self, device: torch.device) -> Hashable:
         """The queue that now runs kernels on a device."""
-
-
-class SteppedGrad(torch.Tensor):
-    """Placeholder without memory for a gradient that was taken over; computing with it raises."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @staticmethod
-    def __new__(cls, param: torch.Tensor) -> SteppedGrad:
-        """Makes a placeholder that fits ``param.grad``."""
-        result: SteppedGrad = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
-        )
-        return result
-
-    @classmethod
-    def __torch_dispatch__(cls, *_: Any) -> Any:
-        """Raises RuntimeError: nothing can be computed with the placeholder."""
-        raise RuntimeError(_GONE)
-
-    @property
-    def _local_tensor(self) -> torch.Tensor:
-        """Raises RuntimeError where FSDP would add to the gradient in place."""
-        raise RuntimeError(_GONE)
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        """Class, shape and dtype."""
-        return f"SteppedGrad(shape={tuple(self.shape)}, dtype={self.dtype})"
-
-    def fits(self, param: torch.Tensor) -> bool:
-        """True if ``param.grad`` can be this placeholder."""
-        return (self.shape, self.dtype, self.device) == (param.shape, param.dtype, param.device)
 
 
 class _Waiting:
@@ -222,7 +182,7 @@ class BackwardSteps:
         with self._lock, torch.no_grad():
             if id(param) in self._arrived:
                 param.grad = self._stand_in(param)
-                raise RuntimeError(_GONE)
+                raise RuntimeError(GONE)
             grad = like_param(param, param.grad)
             device = local_of(grad).device
             # Kernels run in the queue that computed their gradients: it owns the freed memory.
@@ -243,7 +203,7 @@ class BackwardSteps:
 
     def _refuse_second_forward(self, module: torch.nn.Module, _: Any) -> None:
         if self._arrived and module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
-            raise RuntimeError(_GONE)
+            raise RuntimeError(GONE)
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
@@ -336,7 +296,7 @@ def refuse_scaler(optimizer: Any, grad_scaler: Any) -> None:
     """Raises RuntimeError for a step under a gradient scaler."""
     signals = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
     if (grad_scaler is not None and grad_scaler.is_enabled()) or any(signal is not None for signal in signals):
-        raise RuntimeError(_GONE)
+        raise RuntimeError(GONE)
 
 
 def _frozen(value: Any) -> Any:

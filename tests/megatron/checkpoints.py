@@ -1,4 +1,4 @@
-"""Megatron's ways to save and load, as its training loop goes them."""
+"""Saves and loads as Megatron's training loop does."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def start_saving(job: Job, directory: Path, kind: str) -> Any:
 
 
 def as_received(request: Any) -> Any:
-    """What a persistent process gets of such a request: sending tensors of the CPU moves them to shared memory."""
+    """A save request as a persistent process receives it: with CPU tensors in shared memory."""
     preload = pickle.loads(ForkingPickler.dumps(request.preload_fn))
     tensors = preload()
     return request._replace(preload_fn=lambda: tensors)

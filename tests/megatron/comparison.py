@@ -1,4 +1,4 @@
-"""Bitwise comparison of what scenarios return."""
+"""Bitwise comparison of scenario results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The job that all tests of the Megatron integration look at runs once, also where pytest has several workers."""
+"""Runs the job of the Megatron tests once, also under several pytest workers."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def backward(model: Any, iteration: int) -> float:
 
 
 class Run(NamedTuple):
-    """What one run leaves behind.
+    """Results of one run.
 
     Attributes:
         inner: class of the inner optimizer.

@@ -1,4 +1,4 @@
-"""Small models under Megatron-FSDP, version 1: what the scenarios of Megatron-FSDP train.
+"""Small models under Megatron-FSDP, version 1, for its scenarios.
 
 On the CPU over gloo the device mesh says "cuda" as well. All that Megatron-FSDP owns counts as being there, and what is
 asked to go there from the optimizer's storage is copied, as it would be: what a checkpoint loads into a copy is lost.
@@ -31,7 +31,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FsdpSpec(NamedTuple):
-    """What to train, and with which inner optimizer.
+    """Model, training settings and inner optimizer of a job.
 
     ``"ours"`` and ``"reference"`` are in the place of Megatron's HybridDeviceOptimizer, ``"ours as FusedAdam"`` in that
     of TransformerEngine's optimizer. ``"stock"`` is that one itself where it is installed, else torch's AdamW.
@@ -75,7 +75,7 @@ _inners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 @contextlib.contextmanager
 def fake_gpu() -> Iterator[list[int]]:
-    """What Megatron-FSDP needs besides the stand-in. Collects the bytes of state that would be copied to the GPU."""
+    """Completes the stand-in for Megatron-FSDP and records bytes of state copied to the GPU."""
     copied: list[int] = []
     to = torch.Tensor.to
 
@@ -100,7 +100,7 @@ def fake_gpu() -> Iterator[list[int]]:
 
 
 class _Done:
-    """What a collective returns that is over. Its buffers may be freed at any time, which streams would see to."""
+    """Handle of a completed collective. Streams would keep its buffers; here they may be freed."""
 
     def wait(self) -> None: ...
 
@@ -163,7 +163,7 @@ class _LatentAttention(torch.nn.Module):
 
 
 class _FusedProjections(torch.nn.Module):
-    """What Megatron splits in checkpoints besides gated MLPs."""
+    """Fused projections, which Megatron splits in checkpoints as it splits gated MLPs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -314,7 +314,7 @@ class FsdpJob:
     # -- reading -------------------------------------------------------------------------------------------------
 
     def params(self) -> dict[str, Any]:
-        """What the optimizer updates, by name: DTensors over this rank's shards."""
+        """Parameters of the optimizer by name: DTensors over this rank's shards."""
         return dict(self.model.param_and_grad_buffer.optimizer_named_parameters)
 
     def snapshot(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What Megatron asks of TransformerEngine's FusedAdam, around the reference: whole parameters, resident state.
+"""TransformerEngine's FusedAdam as Megatron uses it, around the reference: state stays resident.
 
 Checkpoints that it writes through Megatron have the keys, dtypes and values that FusedAdam's have.
 """

@@ -1,4 +1,4 @@
-"""A tiny GPT under Megatron's DistributedDataParallel and distributed optimizer: what the scenarios train.
+"""A tiny GPT under Megatron's DistributedDataParallel and distributed optimizer, for the scenarios.
 
 Importing this module imports neither Megatron nor the stand-in for CUDA, so that tests can share its records.
 """
@@ -25,7 +25,7 @@ SEVERAL_BUCKETS = 7000
 
 
 class Layout(NamedTuple):
-    """How model and gradients lie in buffers and move between ranks."""
+    """Buffers of parameters and gradients, and their reduction between ranks."""
 
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
@@ -37,7 +37,7 @@ class Layout(NamedTuple):
 
 
 class JobSpec(NamedTuple):
-    """What to train, and with which inner optimizer.
+    """Model, training settings and inner optimizer of a job.
 
     ``"ours"``, ``"reference"`` and ``"hybrid"``, Megatron's own, are in the place of its HybridDeviceOptimizer,
     ``"ours as FusedAdam"`` and ``"FusedAdam"`` in that of TransformerEngine's optimizer, which is there only within
@@ -59,7 +59,7 @@ class JobSpec(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What Megatron's training loop logs of one iteration."""
+    """Values that Megatron's training loop logs for one iteration."""
 
     loss: float
     grad_norm: float | None

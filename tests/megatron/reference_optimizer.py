@@ -26,7 +26,7 @@ _KEYS = ("exp_avg", "exp_avg_sq", "master_param")
 
 
 class StoredFormats(NamedTuple):
-    """How optimizer state is stored."""
+    """Stored formats of the optimizer state."""
 
     moments: torch.dtype = torch.float32
     remainders: bool = False

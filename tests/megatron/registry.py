@@ -1,4 +1,4 @@
-"""Scenarios: functions that run inside the processes of a job, and whose results tests look up.
+"""Scenarios: functions that run in the processes of a job and return results for tests.
 
 Starting a process with Megatron in it takes many times longer than training the tiny model, so all scenarios share two
 processes. They go through the phases below together.
@@ -25,7 +25,7 @@ class Phase(enum.Enum):
 
     @property
     def alone(self) -> bool:
-        """Whether each scenario runs in one process only, which is a world of its own."""
+        """True if each scenario runs in a single process, as a world of its own."""
         return self in (Phase.BEFORE_IMPORT, Phase.ONE_RANK)
 
 
@@ -37,7 +37,7 @@ class NotInReleaseError(Exception):
 
 
 class Context(NamedTuple):
-    """What a scenario gets.
+    """Arguments of a scenario.
 
     ``directory`` is the same for all processes and phases, so that one phase can read what another saved.
     """
@@ -70,7 +70,7 @@ def scenarios_of(phase: Phase, process: int, selected: str = "") -> list[tuple[i
 
 
 class Outcome(NamedTuple):
-    """What became of a scenario in one process.
+    """Result or error of a scenario in one process.
 
     ``error`` is the traceback of what it raised; if there is none, ``value`` reads what it returned. ``lacks`` says
     what the release does not have.

@@ -66,7 +66,7 @@ def _settings(job: SmallJob) -> list[dict[str, Any]]:
 
 
 def _damage(context: Context, wrapping: Wrapping, kind: str) -> dict[str, Any]:
-    """What becomes of each damaged state dict: the damage with the outcome, for those that went wrong."""
+    """Damages with their outcomes, for the damaged state dicts that were handled wrongly."""
     counts, wrong = {"refused": 0, "steps refused": 0, "loaded": 0}, []
     with branches(wrapping):
         job = SmallJob(wrapping)

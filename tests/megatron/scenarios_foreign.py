@@ -33,8 +33,10 @@ class Transfer(NamedTuple):
 
     @property
     def with_te(self) -> bool:
-        """Whether Megatron has to take its branches for TransformerEngine: FusedAdam needs them; without them, Megatron
-        cannot load HybridDeviceOptimizer's state at all."""
+        """True if Megatron has to take its branches for TransformerEngine.
+
+        FusedAdam needs them, and without them Megatron cannot load HybridDeviceOptimizer's state.
+        """
         return "FusedAdam" in (self.writer, self.reader) or self.reader == "hybrid"
 
 

@@ -21,7 +21,7 @@ def quantised(values: torch.Tensor) -> torch.Tensor:
 
 
 class QuantisedLike(torch.Tensor):
-    """What Megatron asks of TransformerEngine's quantised parameters, without a scale."""
+    """TransformerEngine's quantised parameters as Megatron uses them, without a scale."""
 
     _data: torch.Tensor
 
@@ -145,7 +145,7 @@ def _take_weights(job: Job, donor: Job) -> None:
 
 
 def _reloaded(context: Context) -> dict[str, list[tuple[bool, torch.Tensor, torch.Tensor]]]:
-    """Whether a parameter is quantised, its master after a reload, and the weights that were loaded, in both places."""
+    """Parameters in both places: quantised or not, master after a reload, loaded weights."""
     results = {}
     for optimizer in ("ours", "ours as FusedAdam"):
         with quantised_models(), te_branches() if optimizer != "ours" else contextlib.nullcontext():
@@ -166,7 +166,7 @@ def _reloaded(context: Context) -> dict[str, list[tuple[bool, torch.Tensor, torc
 
 
 def _refused(context: Context) -> dict[str, str]:
-    """Where the masters are the optimizer's, by who would write the parameters; and who is given them."""
+    """Error messages where the optimizer owns the masters, in both places."""
     messages = {}
     for name, optimizer, config in (
         ("hybrid place", "ours", (("fp8_recipe", "blockwise"),)),

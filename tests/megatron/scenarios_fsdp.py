@@ -73,7 +73,7 @@ PLACES = ("ours", "ours as FusedAdam")
 
 
 def _moved_away(context: Context) -> dict[str, Any]:
-    """What RL frameworks call between steps, after each, also what refreshes masters that others have."""
+    """Training with the calls that RL frameworks make after each step, refreshes of masters included."""
     results = {}
     with fake_gpu():
         for name in (*PLACES, "left"):
@@ -212,7 +212,7 @@ def _counted_collectives() -> Iterator[list[str]]:
 
 
 def _chunks(context: Context) -> dict[str, Any]:
-    """Where each rank's part lies, as Megatron finds out by asking all ranks, and as it is told; and who asked whom."""
+    """Chunks of all ranks, as Megatron gathers them and as the hook knows them, with the requests made."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
 
     results: dict[str, Any] = {}

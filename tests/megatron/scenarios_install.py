@@ -348,7 +348,7 @@ WINDOWS: tuple[tuple[OffloadConfig | None, str, bool], ...] = (
 
 
 def _windows(context: Context) -> list[tuple[Any, bool, str]]:
-    """What each asks for, whether the model is watched for it, and what is said."""
+    """Configured window, attached or not, and the printed lines, for each case."""
     from megatron.core.optimizer import get_megatron_optimizer
 
     results = []
@@ -379,7 +379,7 @@ def _refused_windows(context: Context) -> dict[str, Any]:
 
 
 def _begun(context: Context) -> dict[str, list[int]]:
-    """How often what was prefetched is given back when an iteration begins, after one without a step."""
+    """Number of times that an iteration drops prefetched state, after one without a step."""
     calls: dict[str, list[int]] = {}
     for name, window_bytes in (("window", 60000), ("none", 0)):
         job = Job(JobSpec(window_bytes=window_bytes))

@@ -1,4 +1,4 @@
-"""Training in between which others move, replace or reset what belongs to the optimizer."""
+"""Training while frameworks move, replace or reset the optimizer's tensors."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ for _name, _layout in LIFECYCLES.items():
 
 
 def _names_of_hybrid(context: Context) -> dict[str, Any]:
-    """What frameworks find under the names of HybridDeviceOptimizer, before and after state exists."""
+    """Attributes that frameworks know from HybridDeviceOptimizer, before and after state exists."""
     job = Job(_spec("fp32"))
     weights = job.weights()
     for inner in job.inners:
@@ -185,7 +185,7 @@ scenario("names of HybridDeviceOptimizer", _names_of_hybrid, _TWO)
 
 
 def _built_anew(context: Context) -> list[list[int]]:
-    """How often the model's methods are wrapped, after each of three optimizers that take turns."""
+    """Number of wrappers around the model's methods, after each of three optimizers in turn."""
     spec = JobSpec(layout=LAYOUTS["all overlapped"], window_bytes=60000)
     model = build_model(spec)
     depths = []

@@ -1,4 +1,4 @@
-"""Stochastic rounding of bfloat16 moments, switched on by whoever installs the optimizer."""
+"""Stochastic rounding of bfloat16 moments, switched on at the installation."""
 
 from __future__ import annotations
 

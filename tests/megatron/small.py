@@ -106,7 +106,7 @@ class SmallJob(Job):
         return (self.model(batch) - batch.roll(1, dims=1)).square().mean()
 
     def params(self) -> list[torch.Tensor]:
-        """What the inner optimizers update."""
+        """Parameters of the inner optimizers."""
         return [param for inner in self.inners for group in inner.param_groups for param in group["params"]]
 
     def snapshot(self) -> dict[str, Any]:

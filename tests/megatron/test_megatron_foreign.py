@@ -1,4 +1,4 @@
-"""What checkpoints hold, and that other optimizers' checkpoints and ours are each other's."""
+"""Contents of checkpoints; other optimizers read ours, and ours reads theirs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Megatron-FSDP on two GPUs; what is run is in fsdp_on_gpus.py."""
+"""Megatron-FSDP on two GPUs; runs fsdp_on_gpus.py."""
 
 from __future__ import annotations
 

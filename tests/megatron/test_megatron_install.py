@@ -1,4 +1,4 @@
-"""Installing: which places are taken, that they are given back, what is refused and what is said."""
+"""Installing: places taken and given back, refused settings, messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever frameworks move, replace, reset or call between iterations, training has the bits it would have without."""
+"""Moves, replacements, resets and calls between iterations change no bit of the training."""
 
 from __future__ import annotations
 

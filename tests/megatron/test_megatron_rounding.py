@@ -1,4 +1,4 @@
-"""Stochastic rounding reaches the optimizer in both places, and changes what is stored alone."""
+"""Stochastic rounding reaches the optimizer in both places, and changes only stored moments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What frameworks around Megatron do to a model and its optimizer between two iterations.
+"""Actions of Megatron's frameworks on a model and its optimizer between two iterations.
 
 Each function goes its framework's way through the objects. There is no GPU, so a move is a copy to new memory.
 """
@@ -106,7 +106,7 @@ def megatron_offloads_for_rollouts(job: Job) -> None:
 
 
 def groups_get_copies_of_their_parameters(job: Job) -> None:
-    """What Megatron's own `offload_to_cpu` and `restore_from_cpu` leave on a GPU."""
+    """Effect of Megatron's own `offload_to_cpu` and `restore_from_cpu` on a GPU."""
     for inner in job.inners:
         for group in inner.param_groups:
             for param in group["params"]:
@@ -173,7 +173,7 @@ def roll_replaces_all_buffers(job: Job) -> None:
 
 
 def bridge_syncs_masters(job: Job) -> None:
-    """What Megatron-Bridge and NeMo-RL do after every load, resumes too."""
+    """Copies masters as Megatron-Bridge and NeMo-RL do after every load, resumes too."""
     for child in job.children:
         for model_group, group in zip(child.model_float16_groups, child.shard_fp32_from_float16_groups, strict=True):
             for model_param, shard in zip(model_group, group, strict=True):
