@@ -415,17 +415,23 @@ def test_fp16_second_moment_never_enlarges_the_update(
 def test_8_bit_second_moment_hardly_enlarges_the_update(
     device: str, neighbour: float, exp_avg_dtype: torch.dtype
 ) -> None:
-    """As above; steps of second moments are an eighth at most, which is a 16th of their root."""
+    """As above. Neighbouring second moments are an eighth apart at most, a 16th of their root.
+
+    Roundings are independent, so that their errors add up over steps, but have no bias.
+    """
     param = param_of(torch.zeros(128, device=device))
     optimizer = FusedOffloadAdam([param], lr=1e-3, exp_avg_sq_dtype=torch.uint8, exp_avg_dtype=exp_avg_dtype)
     grad = torch.full((128,), 1e-4, device=device)
     grad[0] = neighbour
-    slack = 1.07 if exp_avg_dtype == torch.float32 else 1.5  # a third of a first moment that is a 10,000th of its scale
+    # 1.25 and 1.36 at most among 100,000 elements; a first moment is a 10,000th of its scale here.
+    slack = 1.3 if exp_avg_dtype == torch.float32 else 1.5
     for _ in range(20):
         before = param.detach().clone()
         param.grad = grad
         optimizer.step()
-        assert ((param - before).abs() <= slack * 1e-3).all()
+        update = (param - before).abs()
+        assert (update <= slack * 1e-3).all()
+        assert update.mean() <= 1.03 * 1e-3
         assert (optimizer.get_unscaled_state(param, "exp_avg_sq") > 0).all()
 
 

@@ -168,11 +168,11 @@ def _fma_(a: torch.Tensor, b: float, c: torch.Tensor, out: torch.Tensor) -> torc
     torch.add(total, product, alpha=b, out=total)
     low_bits = torch.bitwise_and(total.view(torch.int64), _BELOW_FP32, out=product.view(torch.int64))
     if not low_bits.min():  # faster than all()
-        index = (low_bits == 0).nonzero()[:, 0]
-        exact, rest, near = a[index].double() * b, c[index].double(), total[index]
-        error = (exact - (near - (near - exact))) + (rest - (near - exact))
-        up, down = (torch.nextafter(near, torch.full_like(near, side)) for side in (torch.inf, -torch.inf))
-        total[index] = torch.where(error > 0, up, torch.where(error < 0, down, near))
+        for index in (low_bits == 0).nonzero()[:, 0].split(BLOCK_NUMEL // 16):  # a dozen temporary tensors of each
+            exact, rest, near = a[index].double() * b, c[index].double(), total[index]
+            error = (exact - (near - (near - exact))) + (rest - (near - exact))
+            up, down = (torch.nextafter(near, torch.full_like(near, side)) for side in (torch.inf, -torch.inf))
+            total[index] = torch.where(error > 0, up, torch.where(error < 0, down, near))
     return out.copy_(total)
 
 
