@@ -21,7 +21,7 @@ from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH
 from fused_offload.plan.transfer_settings import Streaming, default_streaming, streaming_of
 from fused_offload.profiles import profile_files as profiles
 from fused_offload.tuning.candidates import candidates, label
-from fused_offload.tuning.step_harness import NARROW, WIDE, Rig, rig
+from fused_offload.tuning.step_harness import NARROW, WIDE, StepHarness, step_harness
 
 pytestmark = pytest.mark.gpu
 
@@ -54,8 +54,8 @@ def test_tuned(
     if numel > scale.numel:
         pytest.skip("larger than --bench-numel")
     formats = {"12B": WIDE, "6B": NARROW}[format]
-    resident = Rig(numel, formats, OffloadConfig(fraction=0.0), device)
-    with rig(numel, formats, device) as steps:
+    resident = StepHarness(numel, formats, OffloadConfig(fraction=0.0), device)
+    with step_harness(numel, formats, device) as steps:
         state_bytes = steps.state_bytes
         auto = streaming_of(OffloadConfig(), device, state_bytes)
         fixed = Streaming(DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH)
@@ -123,7 +123,7 @@ def more_often(rounds: int, state_bytes: int) -> int:
     return rounds * (4 if state_bytes < 100_000_000 else 2 if state_bytes < 1_000_000_000 else 1)
 
 
-def sweep(steps: Rig, ways: Collection[Streaming], rounds: int) -> dict[Streaming, float]:
+def sweep(steps: StepHarness, ways: Collection[Streaming], rounds: int) -> dict[Streaming, float]:
     """Median time of a step by each way, in ms; all of them take turns.
 
     Args:

@@ -1,6 +1,6 @@
-"""The ``fused-offload`` command: what a model will take, what this machine can do, and whether it is fit for it.
+"""The ``fused-offload`` command: plans models, tunes and examines this machine.
 
-The commands are imported when they are run: help should not take as long as importing torch.
+Commands are imported when they run, since help should not wait for the import of torch.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ _SIZE_HELP = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports errors in one line, and takes no abbreviated options: a new option could change what they mean."""
+    """Reports errors in one line, and accepts no abbreviated options.
+
+    A new option could change the meaning of an abbreviation.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As `argparse.ArgumentParser`."""
@@ -62,11 +65,11 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {units.printable(message)} (see {self.prog} --help)\n")
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Without argparse's ``except OSError: pass``: help that cannot be written is an error."""
+        """Writes a message; unlike in argparse, a failure to write help is an error."""
         (file or sys.stderr).write(message)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """Without the ``--`` of ``--option=--``, which argparse of Python 3.11 drops and then looks for."""
+        """Refuses ``--option=--``, on which argparse of Python 3.11 fails."""
         if action.option_strings and arg_strings == ["--"]:
             raise argparse.ArgumentError(action, "expected one argument")
         return super()._get_values(action, arg_strings)
@@ -83,10 +86,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # closed by who started this; print would fail, or write into the other one
+        if stream is None:  # closed by the parent process: print would fail or use the other stream
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - as long as the process
         elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a name that the terminal has no letters for is no failure
+            stream.reconfigure(errors="backslashreplace")  # for letters that the terminal lacks
     parser, commands = _build_parser()
     program = parser.prog
     try:
@@ -97,8 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 commands[options.command].error(f"unrecognized arguments: {' '.join(unknown)}")
             return _run(options)
         finally:
-            sys.stdout.flush()  # Python's own attempt, at exit, would end in other words and exit code 120
-    except BrokenPipeError:  # whoever reads has enough, as `head` does
+            sys.stdout.flush()  # a failure at exit would print a traceback and end with code 120
+    except BrokenPipeError:  # the reader closed the pipe, as `head` does
         _discard(sys.stdout)
         return _end(1)
     except (ValueError, OSError, MemoryError) as error:
@@ -108,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _end(code: int, line: str = "") -> int:
-    """Says a last line where that is possible; returns the exit code."""
+    """Writes a last line if possible; returns the exit code."""
     for stream, text in ((sys.stdout, ""), (sys.stderr, line and f"{line}\n")):
         try:
             stream.write(text)
@@ -119,14 +122,14 @@ def _end(code: int, line: str = "") -> int:
 
 
 def _discard(stream: TextIO) -> None:
-    """Sends what a stream holds, and could not write, to nowhere."""
+    """Redirects a stream to /dev/null, with the rest of its buffer."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
 
 
 def _in_one_line(error: Exception) -> str:
-    """What an error says: torch's have several lines, and some say nothing."""
+    """Message of an error in one line; its type if the message is empty."""
     lines = (line.strip() for line in str(error).splitlines())
     return units.printable(" ".join(line for line in lines if line) or type(error).__name__)
 
@@ -158,9 +161,9 @@ def _import_command(name: str) -> Callable[[argparse.Namespace], int]:
 
 
 def _package_of(error: ImportError | OSError) -> str | None:
-    """The package that this one was importing, or None where the fault is in this one itself."""
+    """Package whose import failed, or None if the fault is in this package."""
     modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules.append(getattr(error, "name", None) or "")  # of a missing one no line was run
+    modules.append(getattr(error, "name", None) or "")  # a missing module has no frame
     never = {"", "__main__", "fused_offload", *sys.stdlib_module_names}
     packages = (module.partition(".")[0] for module in modules)
     return next((package for package in packages if package not in never), None)
@@ -169,12 +172,12 @@ def _package_of(error: ImportError | OSError) -> str | None:
 def _version() -> str:
     try:
         return importlib.metadata.version("fused-offload")
-    except importlib.metadata.PackageNotFoundError:  # a copy of the folder, not an installation
+    except importlib.metadata.PackageNotFoundError:  # a copy of the folder, not installed
         return "unknown"
 
 
 def _build_parser() -> tuple[_Parser, Mapping[str, argparse.ArgumentParser]]:
-    """The parser, and that of each command, by its name."""
+    """The parser, and the parser of each command by its name."""
     parser = _Parser(prog="fused-offload", description="Adam with its state in host memory: plans, tunes, checks.")
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="COMMAND")

@@ -40,7 +40,7 @@ class MachineKey:
 
     @property
     def file_name(self) -> str:
-        """Name of the profile's file. It leaves versions out, so that outdated files are replaced."""
+        """Name of the profile's file, without versions, so that outdated files are replaced."""
         digest = hashlib.sha256("\n".join((self.gpu, self.link, self.host)).encode()).hexdigest()
         return f"{re.sub('[^A-Za-z0-9]+', '-', self.gpu).strip('-')}-{digest[:12]}.json"
 

@@ -1,1 +1,5 @@
-"""What a machine can do and what a model costs on it: sizes, plans of memory and time, a look at the machine."""
+"""The commands plan, tune and doctor.
+
+They compute the memory and step time of a model, measure this machine, and examine it. May import
+the optimizer and what it imports; only `cli` imports this room.
+"""

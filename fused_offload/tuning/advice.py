@@ -1,4 +1,4 @@
-"""What to change where a model does not fit."""
+"""Advice for models that do not fit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def advice(
     gpu_bytes: int | None,
     node_bytes: int | None,
 ) -> list[str]:
-    """A sentence, or nothing where the model fits.
+    """Advice in one sentence; empty if the model fits.
 
     Args:
         numel: parameters of the whole model.
-        training: how it would be trained; how state streams is open.
-        settle: settles that for a number of parameters.
+        training: the planned training, with its transfer settings still open.
+        settle: sets the transfer settings for a number of parameters.
         gpu_bytes: memory of a GPU, or None for no limit.
         node_bytes: memory of a host, or None for no limit.
     """
@@ -53,11 +53,13 @@ def advice(
 
 
 def _changes(training: Training, *, knows_gpu: bool) -> Iterator[tuple[str, Training]]:
-    """What may be changed, with its flags: what costs nothing, GPU memory, freedom, precision, and then two of them.
+    """Possible changes with their flags, ordered by cost.
+
+    The order is: free changes, GPU memory, stepping in backward, precision, then pairs.
 
     Args:
-        training: what to change.
-        knows_gpu: whether it is known how much the GPU can hold.
+        training: the training to change.
+        knows_gpu: True if the GPU's memory is given.
     """
     singles = list(_of_placement(training))
     yield from singles
@@ -84,7 +86,7 @@ def _of_placement(training: Training) -> Iterator[tuple[str, Training]]:
 
 
 def _in_backward(training: Training, singles: Sequence[tuple[str, Training]]) -> Iterator[tuple[str, Training]]:
-    """Alone, and together with each of the others."""
+    """Stepping in backward, alone and with each other change."""
     for flags, changed in (("", training), *singles):
         without = _offloaded(changed, window_bytes=0)
         if changed.offload.window_bytes != 0:

@@ -1,4 +1,7 @@
-"""What training a model takes in memory and time: bytes by the optimizer's own layouts, time by a link's speed."""
+"""Memory and step time of training a model.
+
+Bytes follow from the optimizer's own layouts, times from the speed of the link.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,9 @@ STORED_DTYPES = dict(zip(MOMENT_DTYPES, (*PARAM_DTYPES.values(), torch.uint8), s
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a model is trained.
+    """Settings of a training run.
 
-    Dtypes are names of `PARAM_DTYPES`, those of moments of `STORED_DTYPES`.
+    Dtypes are keys of `PARAM_DTYPES`, those of moments are keys of `STORED_DTYPES`.
 
     Attributes:
         param_dtype: dtype of the parameters.
@@ -40,14 +43,12 @@ class Training:
         exp_avg_sq: stored dtype of the second moment.
         data_parallel: ranks that share the optimizer's state.
         model_parallel: ranks that share the parameters (tensor times pipeline parallel size).
-        shard_params: whether parameters and gradients are shared by the data-parallel ranks too
-            (FSDP).
-        offload: fraction, chunks and window; ``"auto"`` is what it is on a machine without a
-            profile.
+        shard_params: True if data-parallel ranks share parameters and gradients, too (FSDP).
+        offload: fraction, chunks and window; ``"auto"`` as on a machine without a profile.
         ranks_per_node: ranks whose state lies in one host's memory.
-        other_gpu_bytes: what else the GPU has to hold: activations, CUDA context. A window of
-            ``"auto"`` lies within.
-        in_backward: whether gradients are applied during the backward pass and freed
+        other_gpu_bytes: GPU memory for activations, CUDA context and others. A window of
+            ``"auto"`` is part of it.
+        in_backward: True if gradients are applied and freed during the backward pass
             (`step_in_backward`).
     """
 
@@ -96,11 +97,10 @@ class Memory:
         grads: on the GPU.
         resident_state: state that is not offloaded, on the GPU.
         ring: staging of the optimizer, on the GPU.
-        window: what the window takes on the GPU beside everything else; one of ``"auto"`` takes
-            nothing.
-        other: what the caller reserved on the GPU.
+        window: additional GPU memory of the window; 0 for ``"auto"``.
+        other: memory that the caller reserved on the GPU.
         host_state: offloaded state of a rank, in host memory.
-        hidden: of that, what may move under forward and backward passes, at most.
+        hidden: part of ``host_state`` that may move under forward and backward passes, at most.
         ranks_per_node: ranks of a node.
     """
 
@@ -116,17 +116,17 @@ class Memory:
 
     @property
     def gpu(self) -> int:
-        """All on the GPU."""
+        """Sum of all GPU memory."""
         return self.params + self.grads + self.resident_state + self.ring + self.window + self.other
 
     @property
     def state_in_save(self) -> int:
-        """What an asynchronous save copies: all state, wherever it is."""
+        """Bytes that an asynchronous save copies: all state, on the host and on the GPU."""
         return self.host_state + self.resident_state
 
     @property
     def host_in_save(self) -> int:
-        """Host bytes of a rank while a checkpoint is written in the background from a copy of the state."""
+        """Host bytes of a rank during an asynchronous save."""
         return self.host_state + self.state_in_save
 
     @property
@@ -141,12 +141,12 @@ class Memory:
 
 
 class Fits(NamedTuple):
-    """Whether a model fits; None where no limit is given.
+    """Result of a comparison with the given limits; None for a limit that is not given.
 
     Attributes:
-        gpu: into the memory of a GPU.
-        host: into that of a host.
-        host_in_save: into that of a host during an asynchronous save.
+        gpu: True if a GPU's memory suffices.
+        host: True if a host's memory suffices.
+        host_in_save: True if it suffices during an asynchronous save, too.
     """
 
     gpu: bool | None
@@ -155,10 +155,10 @@ class Fits(NamedTuple):
 
 
 def fits_into(memory: Memory, *, gpu_bytes: int | None, node_bytes: int | None) -> Fits:
-    """Whether a model fits.
+    """Compares the memory of a model with the limits.
 
     Args:
-        memory: what it takes.
+        memory: memory that the model takes.
         gpu_bytes: memory of a GPU, or None for no limit.
         node_bytes: memory of a host, or None for no limit.
     """
@@ -170,15 +170,15 @@ def fits_into(memory: Memory, *, gpu_bytes: int | None, node_bytes: int | None) 
 
 
 def memory_of(param_numel: int, training: Training) -> Memory:
-    """Bytes that a model takes.
+    """Computes the memory of a model.
 
     State is counted as one extent, and the offloaded share to the element. The optimizer pads each
-    parameter to 128 elements and offloads whole parameters, so a real one differs by about one
+    parameter to 128 elements and offloads whole parameters, so the real share differs by about one
     parameter.
 
     Args:
         param_numel: parameters of the whole model.
-        training: how it is trained.
+        training: its training settings.
 
     Raises:
         ValueError: for remainders of parameters that have none.
@@ -190,8 +190,7 @@ def memory_of(param_numel: int, training: Training) -> Memory:
     offloaded = align(min(shard_numel, round(shard_numel * offload.fraction)))
     host = _extent_bytes(layout, offloaded)
     grads = held_numel * PARAM_DTYPES[training.grad_dtype].itemsize
-    # "auto" takes memory that activations gave back, and those are no more than what else is on the
-    # GPU.
+    # "auto" uses the memory of freed activations, which are part of `other_gpu_bytes`.
     if isinstance(offload.window_bytes, str):
         window, hidden = 0, min(training.other_gpu_bytes, host)
     else:
@@ -210,14 +209,14 @@ def memory_of(param_numel: int, training: Training) -> Memory:
 
 
 def _extent_bytes(layout: Layout, numel: int) -> int:
-    """Bytes of an extent, which leaves a gap behind each array."""
+    """Bytes of an extent, with the gaps behind its arrays."""
     return extent_place(layout, numel).nbytes if numel else 0
 
 
 def _ring_bytes(layout: Layout, numel: int, offload: OffloadConfig) -> int:
     if not numel:
         return 0
-    # As on a machine without a profile: what "auto" means on this one is for the caller to say.
+    # The CPU has no profile: callers set "auto" by the profile of this machine before.
     chunk_bytes, depth, programs = streaming_of(offload, torch.device("cpu"), layout.state_bytes(numel))
     if programs is not None:
         return 0
@@ -229,9 +228,9 @@ class StepTime:
     """Predicted times of one optimizer step, in ms.
 
     Attributes:
-        alone_ms: a step with nothing beside it: bytes each way over the link's speed.
-        exposed_ms: what it adds to an iteration at least, if what may be hidden moves under
-            backward and forward.
+        alone_ms: time of a step without concurrent work.
+        exposed_ms: lower bound of the time added to an iteration, if all bytes that may be hidden
+            move under the backward and forward passes.
     """
 
     alone_ms: float
@@ -239,10 +238,12 @@ class StepTime:
 
 
 def step_time(memory: Memory, link_gbps: float) -> StepTime:
-    """Predicts, from bytes and the link alone: kernels, launches and the slowdown of what runs beside are not counted.
+    """Predicts the step from bytes and the link alone.
+
+    Kernels, launches and the slowdown of concurrent work are not counted.
 
     Args:
-        memory: what is moved.
+        memory: memory of the model.
         link_gbps: GB/s each way with both directions busy.
     """
     exposed = memory.host_state - memory.hidden
@@ -250,12 +251,12 @@ def step_time(memory: Memory, link_gbps: float) -> StepTime:
 
 
 def profile_step_time(memory: Memory, training: Training, profile: Profile) -> StepTime:
-    """Predicts from steps that were measured on this machine, alone.
+    """Predicts the step from measured steps of this machine.
 
     Args:
-        memory: what is moved.
-        training: how it is stored.
-        profile: of the machine.
+        memory: memory of the model.
+        training: its training settings.
+        profile: profile of the machine.
     """
     bytes_per_param = training.layout().block_bytes / ALIGNMENT
 
@@ -268,14 +269,14 @@ def profile_step_time(memory: Memory, training: Training, profile: Profile) -> S
 def largest_model(
     training_of: Callable[[int], Training], *, gpu_bytes: int | None, node_bytes: int | None, saving: bool
 ) -> int | None:
-    """Parameters of the largest model that fits, or None where nothing limits it.
+    """Parameters of the largest model that fits, or None without a limit.
 
     Args:
-        training_of: how a model of so many parameters is trained. The same object within a range of
-            numbers; what is chosen for a larger model may take less of the GPU.
+        training_of: training settings for a number of parameters; the same object within a range
+            of numbers. The settings of a larger model may take less of the GPU.
         gpu_bytes: memory of a GPU, or None for no limit.
         node_bytes: memory of a host, or None for no limit.
-        saving: whether an asynchronous save has to fit too.
+        saving: True if an asynchronous save has to fit, too.
     """
 
     def fits(numel: int, training: Training) -> bool:
@@ -297,7 +298,7 @@ def _is_same(training_of: Callable[[int], Training], training: Training, numel: 
 
 
 def _last(holds: Callable[[int], bool], low: int) -> int:
-    """The largest number up to `MOST_PARAMS` for which something holds that holds for all from ``low`` to it."""
+    """Largest number up to `MOST_PARAMS` that meets a condition, by bisection from ``low``."""
     high = MOST_PARAMS + 1
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,7 +1,4 @@
-"""Which ways to stream are tried, which of them again and again, and which is chosen.
-
-Pure Python.
-"""
+"""Candidates of transfer settings: the initial set, its reduction, and the choice. Pure Python."""
 
 from __future__ import annotations
 
@@ -20,34 +17,41 @@ DEPTHS = (2, 3, 4)
 PROGRAMS = (16, 32, 64, 128)
 
 _AS_GOOD = 0.01
-"""Copies that are so little slower than the fastest count as equal; then the smallest ring wins."""
+"""Slowdown below which copies count as equal; the smallest ring wins then."""
 
 _ZERO_COPY_GAIN = 0.03
-"""Zero-copy has to save so much of the time: its kernel takes multiprocessors from whatever runs beside."""
+"""Share of the time that zero-copy has to save: it takes multiprocessors from concurrent work."""
 
 _SHORT_MS = 1.0
-"""In a step this short zero-copy only has to be as fast: it takes multiprocessors for less than
-that, and is a single launch, where copies cost the host several calls a chunk. So a host that turns
-slow lengthens it least."""
+"""Step time below which zero-copy only has to be as fast.
+
+It takes multiprocessors for less than that. It is a single launch, while copies cost the host
+several calls a chunk, so a busy host disturbs it least.
+"""
 
 _PROGRAMS_GAIN = 0.03
-"""Another number of programs than the default has to save so much: how many a kernel needs depends
-on the stored formats, of which one is measured, and too few cost more than too many."""
+"""Share of the time that another number of programs than the default has to save.
+
+The best number depends on the stored formats, and only one is measured. Too few programs cost more
+than too many.
+"""
 
 _STILL_CLOSE = 0.03
 _CLOSE_AFTER_ONE = 0.2
 _LEVELS_MS = 0.4
-"""What a way may be slower than the fastest of its transport and stay: a share of the step, and
-less the more rounds it was timed in; and while there were few, as much as steps differ between the
-two levels of a host's speed."""
+"""Slowdown at which a candidate is dropped, against the fastest of its transport.
+
+It is a share of the step that shrinks with the number of rounds, and in the first rounds also the
+difference between the two levels of a host's speed.
+"""
 
 
 def middle_ms(samples_ms: Sequence[float]) -> float:
     """Mean of the middle half; of fewer than four the shortest.
 
-    As steady as a median where there are outliers. But a host's speed may change between two levels
-    every few seconds; then the medians of two ways may lie at different levels, though both ways
-    saw as much of each.
+    It resists outliers as a median does. But a host's speed may alternate between two levels every
+    few seconds. Medians of two candidates may then lie at different levels, although both saw equal
+    shares of each.
 
     Args:
         samples_ms: times of the same work.
@@ -60,11 +64,11 @@ def middle_ms(samples_ms: Sequence[float]) -> float:
 
 
 class Timed(NamedTuple):
-    """A way to stream, and what steps by it took.
+    """A candidate and its measured steps.
 
     Attributes:
-        streaming: the way.
-        samples_ms: each step, from an idle GPU until the state is back in host memory.
+        streaming: its transfer settings.
+        samples_ms: times of steps, from an idle GPU until the state is back in host memory.
     """
 
     streaming: Streaming
@@ -72,39 +76,39 @@ class Timed(NamedTuple):
 
     @property
     def ms(self) -> float:
-        """Their `middle_ms`."""
+        """`middle_ms` of the samples."""
         return middle_ms(self.samples_ms)
 
     @property
     def label(self) -> str:
-        """In words."""
+        """The transfer settings in words."""
         return label(self.streaming)
 
 
 def label(streaming: Streaming) -> str:
-    """A way to stream in words."""
+    """Transfer settings in words."""
     if streaming.programs is not None:
         return f"zero-copy, {streaming.programs} programs"
     return f"{streaming.chunk_bytes / MIB:g} MiB x {streaming.depth}"
 
 
 def gigabytes(nbytes: int) -> str:
-    """Size of a state in words; the smallest are megabytes."""
+    """Size of state in words, with three digits."""
     return f"{nbytes / 1e9:.3g} GB"
 
 
 def chosen(choice: Choice) -> Streaming:
-    """The way to stream that a choice is."""
+    """Transfer settings of a choice."""
     if choice.transport == "zero_copy":
         return Streaming(programs=choice.programs)
     return Streaming(choice.chunk_bytes, choice.depth)
 
 
 def candidates(state_bytes: int) -> list[Streaming]:
-    """What is tried: copies whose chunks are no larger than the state, the default, and zero-copy kernels.
+    """Initial candidates: copies in chunks up to the state's size, the default, zero-copy kernels.
 
     Args:
-        state_bytes: of the extent.
+        state_bytes: size of the state.
     """
     sizes = [mib * MIB for mib in CHUNK_MIB if mib * MIB <= state_bytes] or [CHUNK_MIB[0] * MIB]
     ways = [Streaming(chunk_bytes, depth) for chunk_bytes, depth in product(sizes, DEPTHS)]
@@ -114,12 +118,12 @@ def candidates(state_bytes: int) -> list[Streaming]:
 
 
 def still_close(timed: Sequence[Timed], rounds: int, state_bytes: int) -> list[Streaming]:
-    """What may be the fastest of its transport after all, and the defaults, which it has to beat.
+    """Candidates that may still be the fastest of their transport, and the defaults.
 
     Args:
-        timed: what is still timed.
-        rounds: that all of it was timed in.
-        state_bytes: of the extent that is stepped.
+        timed: candidates that are still timed.
+        rounds: rounds in which all of them were timed.
+        state_bytes: size of the state.
     """
     defaults = default_streaming(state_bytes), Streaming(programs=DEFAULT_PROGRAMS)
     close = []
@@ -131,11 +135,11 @@ def still_close(timed: Sequence[Timed], rounds: int, state_bytes: int) -> list[S
 
 
 def choose(timed: Sequence[Timed], state_bytes: int) -> Choice:
-    """The fastest, or what is as good and takes less of the GPU.
+    """Chooses the fastest candidate, or an equally good one that takes less of the GPU.
 
     Args:
-        timed: copies and zero-copy kernels, of both at least one, all of them in the same rounds.
-        state_bytes: of the extent that was stepped.
+        timed: at least one copy and one zero-copy kernel, all timed in the same rounds.
+        state_bytes: size of the state.
     """
     copy = _least(_copies(timed), _AS_GOOD, lambda way: way.depth * way.chunk_bytes)
     zero_copy = _least(_zero_copies(timed), _PROGRAMS_GAIN, lambda way: way.programs != DEFAULT_PROGRAMS)
@@ -170,7 +174,7 @@ def _fastest(timed: Sequence[Timed]) -> Timed:
 
 
 def _least(timed: Sequence[Timed], tolerance: float, cost: Callable[[Streaming], int]) -> Timed:
-    """What costs least of all that is as good as the fastest; of equals the fastest."""
+    """Cheapest candidate of those within a tolerance of the fastest; of equals the fastest."""
     best_ms = _fastest(timed).ms
     as_good = [one for one in timed if one.ms <= best_ms * (1 + tolerance)]
     return min(as_good, key=lambda one: (cost(one.streaming), one.ms))

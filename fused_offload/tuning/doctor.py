@@ -1,4 +1,4 @@
-"""Judges a machine: what is fine, what costs speed, what will fail, and what to do about it."""
+"""Diagnosis of a machine: findings with advice."""
 
 from __future__ import annotations
 
@@ -10,38 +10,31 @@ from .machine import NOT_FOUND, Gpu, Machine
 
 _LANE_GBPS = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 _GOOD_SHARE = 0.7
-"""Of what the lanes carry.
-
-An H100 over PCIe 5 x16 reaches 54 of 63 GB/s, so what is below this is no overhead.
-"""
+"""Acceptable share of the lanes' capacity. An H100 over PCIe 5 x16 reaches 54 of 63 GB/s."""
 
 _GOOD_NODE_SHARE = 0.6
-"""Of what the GPU reads from the best NUMA node."""
+"""Acceptable share of the speed at which the GPU reads from the best NUMA node."""
 
 _GOOD_ROOM = 0.5
-"""Of the host's memory.
-
-Who has less free probably did not expect it: state is the largest thing on the host.
-"""
+"""Share of the host's memory that should be free: state is the largest thing on the host."""
 
 _BLACKWELL, _BLACKWELL_TRITON = (10, 0), "3.3"
-"""First compute capability of Blackwell GPUs, and first Triton that compiles for them."""
+"""Lowest compute capability of Blackwell GPUs, and the oldest Triton that compiles for them."""
 
 OLDEST = {"torch": "2.8", "triton": "3.4", "megatron-core": "0.17"}
-"""Oldest releases that were tested, see docs/support.md. pip asks for them, unless it is told to ask for nothing."""
+"""Oldest tested releases, see docs/support.md. pip requires them, except with ``--no-deps``."""
 
 Level = Literal["ok", "warning", "problem"]
 
 
 class Finding(NamedTuple):
-    """One thing that was looked at.
+    """Result of one examination.
 
     Attributes:
-        level: ``"ok"``, ``"warning"`` (it works, slower or with less room) or ``"problem"`` (it
-            fails).
-        what: what was looked at.
-        found: what was found.
-        advice: what to do, empty if nothing.
+        level: ``"ok"``, ``"warning"`` (slower, or less room) or ``"problem"`` (it fails).
+        what: subject of the examination.
+        found: its result.
+        advice: recommended action; empty if none.
     """
 
     level: Level
@@ -51,16 +44,16 @@ class Finding(NamedTuple):
 
 
 def exit_code(findings: Iterable[Finding]) -> int:
-    """0 if all is fine, 1 with warnings, 2 with problems."""
+    """Exit code: 0 if all is fine, 1 with warnings, 2 with problems."""
     codes = {"ok": 0, "warning": 1, "problem": 2}
     return max((codes[finding.level] for finding in findings), default=0)
 
 
 def examine(machine: Machine) -> list[Finding]:
-    """Looks at everything.
+    """Examines a machine.
 
     Args:
-        machine: what was read.
+        machine: facts of the machine.
     """
     return [*_versions(machine), *_gpus(machine), *_numa(machine), *_host(machine), *_megatron(machine)]
 
@@ -79,7 +72,7 @@ def _versions(machine: Machine) -> list[Finding]:
 
 
 def _is_older(version: str | None, than: str) -> bool:
-    """Whether a version is below another in its first two numbers; not where it is unknown."""
+    """Compares the first two numbers of versions; False if a version is unknown."""
     found, lowest = (re.match(r"(\d+)\.(\d+)", text) for text in (version or "", than))
     return (
         found is not None and lowest is not None and tuple(map(int, found.groups())) < tuple(map(int, lowest.groups()))
@@ -110,7 +103,7 @@ def _gpus(machine: Machine) -> list[Finding]:
 
 
 def _compiler(name: str, gpu: Gpu, triton: str | None) -> list[Finding]:
-    """Whether Triton compiles for a GPU."""
+    """Finding if Triton does not compile for the GPU."""
     if gpu.capability is None or gpu.capability < _BLACKWELL or not _is_older(triton, _BLACKWELL_TRITON):
         return []
     found = f"compute capability {gpu.capability[0]}.{gpu.capability[1]}, Triton {triton}"
@@ -214,7 +207,7 @@ def _numa(machine: Machine) -> list[Finding]:
 
 
 def _by_node(what: str, gpu: Gpu) -> list[Finding]:
-    """Whether state lies where the GPU reads fast."""
+    """Finding about the GPU's speed of reading from each NUMA node."""
     speeds = gpu.gbps_by_node
     if len(speeds) < 2:
         return []

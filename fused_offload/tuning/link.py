@@ -1,4 +1,4 @@
-"""Measures the link by itself: page-locked memory to the GPU, from it, and both at once, by size of a copy."""
+"""Measures copies over the link: to the GPU, from it and both at once, by size of a copy."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ROUNDS = 3
 _LINK_BYTES = 192 * MIB  # each way, of one measurement
 
 Report = Callable[[str, int, int], None]
-"""Called with what is being measured, how many measurements of it are done, and how many there are."""
+"""Progress callback: name of the phase, measurements done, measurements in all."""
 
 
 class LinkRate(NamedTuple):
-    """What copies of one size reach, in GB/s.
+    """Speeds of copies of one size, in GB/s.
 
     Attributes:
         copy_mib: size of a copy, MiB.
@@ -39,11 +39,11 @@ class LinkRate(NamedTuple):
 
 
 def measure_link(device: torch.device, report: Report) -> list[LinkRate]:
-    """Rates of copies between page-locked memory and the GPU, by their size.
+    """Measures copies between page-locked memory and the GPU, by size of a copy.
 
     Args:
         device: the GPU.
-        report: told about the progress.
+        report: progress callback.
     """
     queues = DeviceQueues.of(device)
     nbytes = max(COPY_MIB) * MIB
@@ -73,7 +73,7 @@ def measure_link(device: torch.device, report: Report) -> list[LinkRate]:
 
 
 def _wall_ms(run: Callable[[], Any]) -> float:
-    """Median time of work that is waited for, after one run to warm up."""
+    """Median time of synchronous runs, after one warm-up run."""
     run()
     samples = []
     for _ in range(ROUNDS):

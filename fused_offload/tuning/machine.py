@@ -1,7 +1,4 @@
-"""What decides how fast state streams on this machine, as plain values.
-
-Reads only; judges nothing.
-"""
+"""Facts of this machine that the speed of streaming depends on, as plain values."""
 
 from __future__ import annotations
 
@@ -36,13 +33,13 @@ _ENVIRONMENT_VARIABLE = "FUSED_OFFLOAD_ADAM"
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """A GPU's PCIe link; None for what the machine does not say.
+    """A GPU's PCIe link; None for unknown values.
 
     Attributes:
-        generation: now.
-        generation_max: what GPU and board allow.
-        width: lanes now.
-        width_max: lanes that GPU and board allow.
+        generation: current generation.
+        generation_max: highest generation that GPU and board allow.
+        width: current number of lanes.
+        width_max: highest number of lanes that GPU and board allow.
     """
 
     generation: int | None = None
@@ -56,21 +53,21 @@ class Gpu:
     """One GPU.
 
     Attributes:
-        name: as CUDA says it.
-        memory_bytes: all of it.
+        name: CUDA's name of the GPU.
+        memory_bytes: total memory.
         capability: compute capability, major and minor, or None.
-        driver: version, or None.
-        nvml_error: why NVML says nothing, or None.
-        link: its link, as it was right after the copies.
-        numa_node: node of its slot, or None.
-        numa_error: why memory cannot be asked for on that node, or None.
-        gbps_by_node: measured from memory on each NUMA node of several.
-        error: why nothing else could be asked, or None.
-        pin_error: why a small piece of host memory could not be page-locked, or None.
-        h2d_gbps: measured from page-locked memory alone, or None.
-        d2h_gbps: measured to page-locked memory alone, or None.
-        profile: what `fused-offload tune` left for it, in words.
-        profile_is_outdated: whether that is not used any more.
+        driver: driver version, or None.
+        nvml_error: error of NVML, or None.
+        link: its link, read right after the copies.
+        numa_node: NUMA node of its slot, or None.
+        numa_error: error of a request for memory on that node, or None.
+        gbps_by_node: speed of copies from each NUMA node, if there are several.
+        error: error because of which the other fields are missing, or None.
+        pin_error: error of page-locking a small piece of host memory, or None.
+        h2d_gbps: speed of copies from page-locked memory alone, or None.
+        d2h_gbps: speed of copies to page-locked memory alone, or None.
+        profile: profile of `fused-offload tune`, in words.
+        profile_is_outdated: True if the profile must not be used any more.
     """
 
     name: str
@@ -92,22 +89,21 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What `examine` looks at.
+    """Facts for `doctor.examine`.
 
     Attributes:
         cuda: CUDA version that torch was built for, or None.
         gpus: GPUs that this process sees.
         memlock_bytes: soft limit of locked memory, or None for no limit.
-        host_bytes: memory of the machine, or None where the kernel does not say.
-        free_host_bytes: what this process may still take, or None where nothing limits it that can
-            be read.
-        host_limit: what allows only that: ``"machine"``, ``"cgroup"`` or ``"unknown"``.
-        numa_nodes: node -> bytes that are free on it.
+        host_bytes: memory of the machine, or None if Linux does not report it.
+        free_host_bytes: bytes that this process may still allocate, or None if unknown.
+        host_limit: name of the tightest limit: ``"machine"``, ``"cgroup"`` or ``"unknown"``.
+        numa_nodes: free bytes of each node.
         cpu_nodes: nodes of the CPUs that this process may run on.
-        versions: package -> version, or None where it is not installed.
-        missing: module -> None where Python finds it, or why it does not.
+        versions: version of each package, or None if it is not installed.
+        missing: for each module the error of its import, or None.
         autoload: value of the environment variable that installs into Megatron.
-        autoload_present: whether the module that obeys it is installed.
+        autoload_present: True if the module that reads this variable is installed.
     """
 
     cuda: str | None
@@ -125,11 +121,11 @@ class Machine:
 
 
 def read_machine(sysfs: Path = Path("/sys"), nvml: Callable[[], Any] | None = None) -> Machine:
-    """Reads this machine; where there are GPUs, copies for at most a second.
+    """Reads this machine. Measures copies for at most a second if there are GPUs.
 
     Args:
-        sysfs: where the kernel shows its devices.
-        nvml: gives the ``pynvml`` module; raises where there is none.
+        sysfs: mount point of sysfs.
+        nvml: imports the ``pynvml`` module.
     """
     free, limit = available_host_bytes()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
@@ -157,18 +153,18 @@ def _why_missing(module: str) -> str | None:
     try:
         if importlib.util.find_spec(package) is None:
             return NOT_FOUND
-        with contextlib.redirect_stdout(sys.stderr):  # what it prints would be before the JSON
+        with contextlib.redirect_stdout(sys.stderr):  # its output must not precede the JSON
             importlib.import_module(package)
         return NOT_FOUND if importlib.util.find_spec(module) is None else None
-    except (Exception, SystemExit) as error:  # what the package raises
+    except (Exception, SystemExit) as error:  # packages raise anything
         return f"{type(error).__name__}: {error}"
 
 
 def read_numa_nodes(sysfs: Path) -> dict[int, int]:
-    """Free bytes of each NUMA node; empty where the kernel does not say.
+    """Free bytes of each NUMA node; empty if Linux shows none.
 
     Args:
-        sysfs: where the kernel shows its devices.
+        sysfs: mount point of sysfs.
     """
     nodes = {}
     for node, folder in numa.node_folders(sysfs).items():
@@ -181,8 +177,8 @@ def read_cpu_nodes(sysfs: Path, cpus: set[int]) -> frozenset[int]:
     """NUMA nodes of some CPUs.
 
     Args:
-        sysfs: where the kernel shows its devices.
-        cpus: their numbers.
+        sysfs: mount point of sysfs.
+        cpus: numbers of the CPUs.
     """
     folders = numa.node_folders(sysfs)
     return frozenset(node for node, folder in folders.items() if any((folder / f"cpu{cpu}").exists() for cpu in cpus))
@@ -197,14 +193,13 @@ def _import_nvml() -> Any:
 def _read_gpus(sysfs: Path, nvml: Callable[[], Any]) -> tuple[Gpu, ...]:
     if not torch.cuda.is_available():
         return ()
-    # One after the other and before NVML is asked: an idle link slows down. All of them within the
-    # second.
+    # In sequence, and each before NVML is asked: an idle link lowers its speed.
     count = torch.cuda.device_count()
     gpus = []
     for index in range(count):
         try:
             gpus.append(_read_gpu(index, _COPY_SECONDS / count, sysfs, nvml))
-        except Exception as error:  # it fell off the bus, or its memory is damaged; torch raises many kinds
+        except Exception as error:  # a lost or damaged GPU: torch raises many kinds
             gpus.append(Gpu(name=f"cuda:{index}", memory_bytes=0, error=f"{type(error).__name__}: {error}"))
     return tuple(gpus)
 
@@ -239,12 +234,12 @@ def _in_words(found: profiles.Found) -> str:
 
 
 def _nodes_with_cpus(sysfs: Path) -> list[int]:
-    """Nodes of host memory: some GPUs show theirs as nodes, too."""
+    """Nodes of host memory; those without CPUs may be GPU memory."""
     return [node for node, folder in numa.node_folders(sysfs).items() if any(folder.glob("cpu[0-9]*"))]
 
 
 def _gbps_by_node(device: torch.device, seconds: float, nodes: Sequence[int]) -> dict[int, float]:
-    """Copies to the device from memory on each of several nodes; without those where none can be had."""
+    """Speed of copies to the device from each node, if there are several and memory on them."""
     if len(nodes) < 2:
         return {}
     measured = {node: _measure(device, seconds / len(nodes), node)[1] for node in nodes}
@@ -252,7 +247,16 @@ def _gbps_by_node(device: torch.device, seconds: float, nodes: Sequence[int]) ->
 
 
 def _measure(device: torch.device, seconds: float, node: int | None) -> tuple[str | None, float | None, float | None]:
-    """Page-locks a little memory, on a node if one is named, and copies it each way, alone."""
+    """Measures copies of a little page-locked memory, each way alone.
+
+    Args:
+        device: the GPU.
+        seconds: time for each direction.
+        node: NUMA node of the memory, or None for any.
+
+    Returns:
+        An error or None, and GB/s to the device and from it.
+    """
     try:
         with torch.cuda.device(device):
             slab = PinnedSlab(_COPY_BYTES, pin=True, numa_node=node, device=device)
@@ -277,11 +281,11 @@ def _gbps(target: torch.Tensor, source: torch.Tensor, seconds: float) -> float:
 
 
 def read_nvml(nvml: Callable[[], Any], uuid: str) -> dict[str, Any]:
-    """What only NVML knows of a GPU, as keyword arguments of `Gpu`.
+    """Facts of a GPU from NVML, as keyword arguments of `Gpu`.
 
     Args:
-        nvml: gives the ``pynvml`` module; raises where there is none.
-        uuid: of the GPU, as torch says it.
+        nvml: imports the ``pynvml`` module.
+        uuid: torch's UUID of the GPU.
     """
     try:
         library = nvml()
@@ -300,7 +304,7 @@ def read_nvml(nvml: Callable[[], Any], uuid: str) -> dict[str, Any]:
             }
         finally:
             library.nvmlShutdown()
-    except Exception as error:  # the package is missing, too old, or has no usable library behind it
+    except Exception as error:  # the package is missing or too old, or its library is unusable
         return {"nvml_error": str(error) or type(error).__name__}
 
 

@@ -1,4 +1,4 @@
-"""Measures a GPU: its link, and optimizer steps over the ways to stream their state."""
+"""Measures a GPU: its link, and optimizer steps with candidates of transfer settings."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from fused_offload.profiles.units import MIB
 
 from .candidates import CHUNK_MIB, DEPTHS, Timed, candidates, choose, chosen, gigabytes, middle_ms, still_close
 from .link import LinkRate, Report, measure_link
-from .step_harness import NARROW, WIDE, Rig, rig
+from .step_harness import NARROW, WIDE, StepHarness, step_harness
 
 _STEPS = 2
-"""That one way is timed for in a round."""
+"""Steps of a candidate in a round."""
 _TIMED_ALONE = 12
-"""Steps of what is not compared."""
+"""Steps with all state on the GPU."""
 _FEWEST_ROUNDS, _MOST_ROUNDS = 8, 24
 _SMALL_NUMEL = 20_000_000
-_SMALLER = (64, 16, 4)  # so many times: what the host's time and zero-copy decide differs from size to size
+_SMALLER = (64, 16, 4)  # divisors: for small state, the best settings differ from size to size
 _STEP_SECONDS = 0.04  # of the large state, roughly: long enough to be measured, short enough to try everything
 _MOST_BYTES = 2_000_000_000
 _SHARE_OF_MEMORY = 0.25  # that tuning takes of what is free, on host and GPU
@@ -42,10 +42,10 @@ class Swept(NamedTuple):
     """Steps of one size.
 
     Attributes:
-        param_numel: elements that are stepped.
-        state_bytes: of their state.
-        timed: every way that was tried.
-        choice: the one that is chosen.
+        param_numel: parameter elements.
+        state_bytes: bytes of their state.
+        timed: all candidates.
+        choice: the chosen settings.
     """
 
     param_numel: int
@@ -56,15 +56,14 @@ class Swept(NamedTuple):
 
 @dataclass(frozen=True)
 class Tuning:
-    """All that was measured.
+    """All measurements.
 
     Attributes:
-        profile: what is kept.
-        link: rates by size of a copy.
-        kernel_ms: a step of the largest state with all of it on the GPU, or None where it did not
-            fit.
+        profile: the profile to keep.
+        link: speeds by size of a copy.
+        kernel_ms: time of a step with all of the largest state on the GPU; None if it did not fit.
         swept: steps, by ascending size.
-        seconds: how long it took.
+        seconds: duration of the measurements.
     """
 
     profile: Profile
@@ -78,11 +77,11 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
     """Measures everything and chooses.
 
     Args:
-        key: of the machine.
+        key: key of the machine.
         device: the GPU.
-        seconds: for the link and the sweeps, with the page-locking and compiling that they need.
-            Every way is timed once in any case, and the steps that are not compared come on top.
-        report: told about the progress.
+        seconds: time for the link and the sweeps, with page-locking and compiling. Every candidate
+            is timed at least once, and steps that are not compared come on top.
+        report: progress callback.
 
     Raises:
         RuntimeError: if there is too little memory on the GPU or the host.
@@ -94,7 +93,7 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
         numels = sizes(duplex_gbps, *_free_bytes(device))
         swept: list[Swept] = []
         for numel in numels:
-            with rig(numel, WIDE, device) as steps:
+            with step_harness(numel, WIDE, device) as steps:
                 swept.append(sweep(steps, start + seconds, len(numels) - len(swept), report))
         narrow = _time_narrow(numels, [one.choice for one in swept], device, report)
         kernel_ms = _time_resident(numels[-1], device, report)
@@ -110,15 +109,15 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
 
 
 def sizes(duplex_gbps: float, host_bytes: int | None, gpu_bytes: int) -> list[int]:
-    """Elements of the states that are stepped, ascending; the last but one is small and the last large.
+    """Parameter elements of the measured steps, ascending: four small sizes and a large one.
 
     Args:
-        duplex_gbps: of the link, each way.
-        host_bytes: that may be taken, or None where the kernel does not say.
-        gpu_bytes: that may be taken; parameters and gradients take 4 bytes an element.
+        duplex_gbps: speed of the link, each way.
+        host_bytes: free host memory, or None if unknown.
+        gpu_bytes: free GPU memory; parameters and gradients take 4 bytes an element.
 
     Raises:
-        RuntimeError: if that is too little.
+        RuntimeError: if there is too little memory.
     """
     wanted = min(_MOST_BYTES, int(duplex_gbps * 1e9 * _STEP_SECONDS)) // _WIDE_BYTES
     room = max(0, gpu_bytes - _LARGEST_RING) / 4
@@ -138,7 +137,7 @@ def sizes(duplex_gbps: float, host_bytes: int | None, gpu_bytes: int) -> list[in
 
 
 def rounds_of(state_bytes: int) -> int:
-    """How often a way is timed: short steps more often, since what disturbs one does not grow with it."""
+    """Number of rounds: more for short steps, since disturbances do not shrink with them."""
     few_bytes = 12 * _SMALL_NUMEL
     return min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, _FEWEST_ROUNDS * few_bytes // max(1, state_bytes)))
 
@@ -148,23 +147,22 @@ def _free_bytes(device: torch.device) -> tuple[int | None, int]:
 
 
 def sweep(steps: Any, end: float, shared_by: int, report: Report) -> Swept:
-    """Times every way in turn, round by round, and drops those that are clearly slower than another.
+    """Times all candidates in turn, round by round, and drops clearly slower ones.
 
-    One way after the other in each round: a link's speed drifts, and then it drifts for all of
-    them. What is chosen is one of those that were timed in all rounds.
+    Candidates take turns within a round, so that a drift of the link's speed affects all of them.
+    The choice is one of those that were timed in all rounds.
 
     Args:
-        steps: a `Rig`.
-        end: when the comparison of all sizes should be over, by `time.perf_counter`.
-        shared_by: sizes that are left, this one included. When its part of the time is over no
-            round begins but the first, nor does one that would not end by then. A small state takes
-            less than its part.
-        report: told about the progress.
+        steps: a `StepHarness`.
+        end: end of the comparison of all sizes, by `time.perf_counter`.
+        shared_by: number of sizes that are left, this one included. Each may use an equal part of
+            the time. After the first, no round begins that would not end within it.
+        report: progress callback.
     """
     state_bytes = steps.state_bytes
     phase = f"steps of {gigabytes(state_bytes)}"
     close = ways = candidates(state_bytes)
-    for way in ways:  # kernels are compiled, which all sizes pay for: the first would have no time for anything else
+    for way in ways:  # compiles the kernels before the time is shared: all sizes use them
         steps.time(way, 0)
     samples: dict[Streaming, list[float]] = {way: [] for way in ways}
     order = random.Random(0)
@@ -193,20 +191,20 @@ def _timed(samples: Mapping[Streaming, list[float]], ways: Iterable[Streaming]) 
 def _time_narrow(
     numels: Sequence[int], choices: Sequence[Choice], device: torch.device, report: Report
 ) -> tuple[Timing, ...]:
-    """Steps of the narrowest state, by what was chosen for so much of it; the sizes take turns."""
+    """Times steps of the narrowest state by the choices for its size; the sizes take turns."""
     phase = "steps of 6 bytes a parameter"
     report(phase, 0, _FEWEST_ROUNDS)
     with contextlib.ExitStack() as stack:
-        rigs = [stack.enter_context(rig(numel, NARROW, device)) for numel in numels]
-        ways = [chosen(nearest(choices, steps.state_bytes)) for steps in rigs]
-        samples: list[list[float]] = [[] for _ in rigs]
+        harnesses = [stack.enter_context(step_harness(numel, NARROW, device)) for numel in numels]
+        ways = [chosen(nearest(choices, steps.state_bytes)) for steps in harnesses]
+        samples: list[list[float]] = [[] for _ in harnesses]
         for index in range(_FEWEST_ROUNDS):
-            for steps, way, times in zip(rigs, ways, samples, strict=True):
+            for steps, way, times in zip(harnesses, ways, samples, strict=True):
                 times += steps.time(way, _STEPS)
             report(phase, index + 1, _FEWEST_ROUNDS)
         return tuple(
             Timing(steps.param_numel, steps.state_bytes, middle_ms(times))
-            for steps, times in zip(rigs, samples, strict=True)
+            for steps, times in zip(harnesses, samples, strict=True)
         )
 
 
@@ -214,7 +212,7 @@ def _time_resident(numel: int, device: torch.device, report: Report) -> float | 
     report("kernel", 0, 1)
     ms = None
     if numel * (_WIDE_BYTES + 4) < _SHARE_OF_MEMORY * torch.cuda.mem_get_info(device)[0]:
-        steps = Rig(numel, WIDE, OffloadConfig(fraction=0.0), device)
+        steps = StepHarness(numel, WIDE, OffloadConfig(fraction=0.0), device)
         steps.step_ms()
         ms = middle_ms([steps.step_ms() for _ in range(_TIMED_ALONE)])
         steps.optimizer.close()

@@ -1,4 +1,4 @@
-"""`fused-offload plan`: what a model will take, as a table or as JSON."""
+"""`fused-offload plan`: memory and step time of a model, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _count(options: argparse.Namespace) -> int:
 
 
 def _training(options: argparse.Namespace) -> Training:
-    """What the options say; how state streams is ``"auto"`` where they leave that open."""
+    """Training settings of the options; transfer settings that are not given are ``"auto"``."""
     offload = OffloadConfig(
         fraction=options.fraction,
         window_bytes=options.window_bytes,
@@ -93,18 +93,18 @@ def _training(options: argparse.Namespace) -> Training:
 
 
 class _Tuning:
-    """Settles how state streams by what a profile chose for so much of it."""
+    """Sets transfer settings by a profile's choice for the size of the state."""
 
     def __init__(self, profile: Profile | None) -> None:
-        """Goes by a profile, if there is one."""
+        """Uses a profile, or none."""
         self._profile = profile
         self._known: dict[tuple[Training, Choice], Training] = {}
 
     def settle(self, training: Training, numel: int) -> Training:
-        """The training with the chosen transport, chunks and depth; the same object for the same choice.
+        """Sets transport, chunks and depth. Returns the same object for the same choice.
 
         Args:
-            training: how it streams is ``"auto"``, or given.
+            training: training settings, with given or open transfer settings.
             numel: parameters of the whole model.
         """
         if self._profile is None:
@@ -117,12 +117,12 @@ class _Tuning:
 
 
 def _streaming_by(choice: Choice | None, training: Training, state_bytes: int) -> Training:
-    """With the transport, the chunks and the depth that ``"auto"`` is for so much state of a rank.
+    """Replaces ``"auto"`` by transport, chunks and depth for a size of state.
 
     Args:
-        choice: of a profile, or None without one.
-        training: how it is trained.
-        state_bytes: of a rank.
+        choice: choice of a profile, or None without one.
+        training: training settings.
+        state_bytes: state of a rank.
     """
     streaming = settle(training.offload, choice, state_bytes)
     if streaming.programs is not None:
@@ -133,7 +133,7 @@ def _streaming_by(choice: Choice | None, training: Training, state_bytes: int) -
 
 
 _HOST_MS = 3.0
-"""In steps shorter than that the host's share decides, and it has been seen to change by two thirds."""
+"""Step time below which the host's share dominates; it has changed by two thirds."""
 
 
 class _Prediction(NamedTuple):

@@ -1,4 +1,4 @@
-"""Draws what `fused-offload tune` measured. Needs matplotlib."""
+"""Plots of the measurements of `fused-offload tune`. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def draw(tuning: Tuning, path: Path) -> None:
     """Writes one picture: the link, and the steps of each size.
 
     Args:
-        tuning: what was measured.
-        path: file, of any format that matplotlib knows by its ending.
+        tuning: the measurements.
+        path: file; its ending selects matplotlib's format.
     """
-    from matplotlib.figure import Figure  # not pyplot: nothing is shown, so no display is looked for
+    from matplotlib.figure import Figure  # pyplot would look for a display
 
     drawn = 1 + len(tuning.swept)
     rows = -(-drawn // _COLUMNS)
@@ -59,7 +59,7 @@ def _draw_steps(axis: Any, swept: Swept) -> None:
 
 
 def _mib_axis(axis: Any, sizes: Iterable[float], name: str) -> None:
-    """Sizes by ratio, each with its number: powers of ten, which a logarithmic axis has by itself, say little here."""
+    """Labels a logarithmic axis with the sizes instead of powers of ten."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(sorted(sizes), [f"{size:g}" for size in sorted(sizes)], minor=False)
     axis.set_xticks([], minor=True)

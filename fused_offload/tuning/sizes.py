@@ -1,4 +1,4 @@
-"""How many parameters a decoder has, from a Hugging Face configuration or from Megatron's sizes."""
+"""Number of parameters of a decoder, from a Hugging Face configuration or Megatron's sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fused_offload.profiles.units import MIB
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Sizes of a decoder as Llama, Mistral, Qwen and Mixtral build it: no position table, norms without bias.
+    """Sizes of a decoder of Llama, Mistral, Qwen or Mixtral: no position table, norms without bias.
 
     Attributes:
         layers: decoder layers.
@@ -25,12 +25,12 @@ class Decoder:
         kv_heads: heads of keys and values.
         head_dim: width of a head.
         vocab: rows of the embedding.
-        tied: whether the output layer is the embedding.
-        gated: whether the MLP has three matrices (SwiGLU) instead of two.
-        qkv_bias: whether queries, keys and values have biases.
-        output_bias: whether attention's output has a bias.
-        mlp_bias: whether the MLP has biases.
-        qk_norm: whether queries and keys of a head are normalized.
+        tied: True if the output layer is the embedding.
+        gated: True if the MLP has three matrices (SwiGLU) instead of two.
+        qkv_bias: True if queries, keys and values have biases.
+        output_bias: True if attention's output has a bias.
+        mlp_bias: True if the MLP has biases.
+        qk_norm: True if queries and keys of a head are normalized.
         experts: experts of each sparse layer, 0 for a dense model.
         dense_layers: layers with a dense MLP in a model with experts.
         dense_ffn: width of the MLP of those layers.
@@ -62,7 +62,7 @@ class Decoder:
             raise ValueError(f"{self.heads} heads cannot share {self.kv_heads} heads of keys and values evenly")
 
     def param_numel(self) -> int:
-        """Parameters in all, those that two layers share once."""
+        """Total number of parameters; shared ones count once."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         per_layer = self._attention() + 2 * self.hidden
         dense = self.dense_layers if self.experts else self.layers
@@ -139,7 +139,7 @@ def _read(path: Path) -> str:
 
 
 def _check_file(path: Path) -> None:
-    """Refuses what is no file, and says what to give instead; some devices never end."""
+    """Refuses paths other than files and pipes, and says what to give instead."""
     if path.is_dir():
         raise OSError(errno.EISDIR, f"it is a folder; give {str(path / 'config.json')!r}")
     if path.exists() and not (path.is_file() or path.is_fifo()):  # a pipe is what <(...) is in a shell
@@ -150,10 +150,7 @@ def _check_file(path: Path) -> None:
 
 
 def _whole(config: Mapping[str, Any], key: str, *default: int, least: int = 1, most: int = 10**9) -> int:
-    """A size; the default, if there is one, where the key is missing or null.
-
-    Without default a missing key raises.
-    """
+    """Reads a size. A missing key or null gives the default, or raises without one."""
     value = config[key] if not default else config.get(key)
     if value is None and default:
         return default[0]
@@ -163,7 +160,7 @@ def _whole(config: Mapping[str, Any], key: str, *default: int, least: int = 1, m
 
 
 def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
-    """A switch; the default where the key is missing or null."""
+    """Reads a switch; a missing key or null gives the default."""
     value = config.get(key)
     if value is None:
         return default
@@ -173,7 +170,7 @@ def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def head_dim_of(hidden: int, heads: int) -> int:
-    """What a head's width is where nobody says."""
+    """Default width of a head."""
     if hidden % heads:
         raise ValueError(f"a width of {hidden} is not a multiple of {heads} heads, and no width of a head is given")
     return hidden // heads
@@ -193,7 +190,7 @@ def _decoder(config: Mapping[str, Any]) -> Decoder:
     kind, layers = config["model_type"], _whole(config, "num_hidden_layers", most=_MOST_LAYERS)
     hidden, heads = _whole(config, "hidden_size"), _whole(config, "num_attention_heads")
     attention_bias = _flag(config, "attention_bias", False)
-    experts_of = {  # two names, since releases of transformers differ in what they call it
+    experts_of = {  # two names: releases of transformers differ
         "mixtral": ("num_local_experts", "num_experts", 8),
         "qwen2_moe": ("num_experts", "num_local_experts", 60),
         "qwen3_moe": ("num_experts", "num_local_experts", 128),
@@ -213,7 +210,7 @@ def _decoder(config: Mapping[str, Any]) -> Decoder:
         head_dim=_whole(config, "head_dim", 128 if kind == "qwen3" else 0) or head_dim_of(hidden, heads),
         vocab=_whole(config, "vocab_size"),
         tied=_flag(config, "tie_word_embeddings", False),
-        # Qwen2 has these biases whatever its configuration says.
+        # Qwen2 always has these biases.
         qkv_bias=attention_bias or kind in ("qwen2", "qwen2_moe"),
         output_bias=attention_bias and kind in ("llama", "qwen3", "qwen3_moe"),
         mlp_bias=_flag(config, "mlp_bias", False) and kind == "llama",
@@ -226,7 +223,7 @@ def _decoder(config: Mapping[str, Any]) -> Decoder:
 
 
 _KV_HEADS = {"mistral": 8, "mixtral": 8, "qwen2": 32, "qwen2_moe": 16, "qwen3": 32, "qwen3_moe": 4}
-"""What transformers takes where a configuration says nothing; with null, and for others, all heads."""
+"""Defaults of transformers for a missing key. For null, and for other models, it is all heads."""
 
 
 def _kv_heads(config: Mapping[str, Any], heads: int) -> int:

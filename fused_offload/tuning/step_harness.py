@@ -1,4 +1,4 @@
-"""An optimizer whose steps are timed by any way to stream its state."""
+"""Timed steps of an optimizer with any transfer settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TENSORS = 16
 _WARM_MS = 20.0
 
 WIDE: dict[str, Any] = {"master_weights": True}
-"""float32 master and moments, 12 bytes a parameter: the most that there is."""
+"""float32 master and moments: 12 bytes a parameter, the maximum."""
 
 NARROW: dict[str, Any] = {
     "master_weights": True,
@@ -27,20 +27,20 @@ NARROW: dict[str, Any] = {
 """Remainder and bfloat16 moments, 6 bytes a parameter."""
 
 
-class Rig:
-    """An optimizer whose steps are timed by any way to stream, on the same page-locked memory.
+class StepHarness:
+    """An optimizer whose steps are timed with any transfer settings, in the same host memory.
 
     Attributes:
-        param_numel: elements that it steps.
+        param_numel: number of parameter elements.
     """
 
     def __init__(self, numel: int, formats: dict[str, Any], offload: OffloadConfig, device: torch.device) -> None:
-        """Takes the memory of parameters, gradients and state.
+        """Allocates parameters, gradients and state.
 
         Args:
             numel: bfloat16 parameters.
             formats: keyword arguments of the optimizer.
-            offload: what is offloaded.
+            offload: configuration of the offload.
             device: the GPU.
         """
         self.param_numel = numel // _TENSORS * _TENSORS
@@ -48,7 +48,7 @@ class Rig:
             torch.nn.Parameter(torch.full((numel // _TENSORS,), 0.02, dtype=torch.bfloat16, device=device))
             for _ in range(_TENSORS)
         ]
-        # Zeros would be kinder to a GPU's power than any gradient is.
+        # Not zeros: with them a GPU draws less power and may clock higher.
         values = torch.randn(numel // _TENSORS, device=device).bfloat16()
         for param in params:
             param.grad = values.clone()
@@ -57,11 +57,11 @@ class Rig:
 
     @property
     def state_bytes(self) -> int:
-        """Of the state in host memory."""
+        """Bytes of the state in host memory."""
         return sum(self.optimizer.memory_report().host_bytes.values())
 
     def step_ms(self) -> float:
-        """One step, from an idle GPU until the state is back in host memory."""
+        """Time of one step, from an idle GPU until the state is back in host memory."""
         torch.cuda.synchronize()
         start = time.perf_counter()
         self.optimizer.step()
@@ -70,14 +70,14 @@ class Rig:
         return (time.perf_counter() - start) * 1e3
 
     def time(self, streaming: Streaming, steps: int = 2) -> list[float]:
-        """Steps by one way to stream, after one that takes its ring and compiles its kernels.
+        """Times steps with given transfer settings.
 
-        Steps prepare something until each slot of the ring was used once. Where that is a share of
-        their time, so many go before those that are timed.
+        A first step allocates the ring and compiles the kernels. Short steps are repeated until
+        each slot of the ring was used, since first uses cost the host time.
 
         Args:
-            streaming: the way.
-            steps: how many.
+            streaming: the transfer settings.
+            steps: number of timed steps.
         """
         self.optimizer._stepper.reconfigure(config_of(streaming))
         first_ms = self.step_ms()
@@ -89,16 +89,16 @@ class Rig:
 
 
 def config_of(streaming: Streaming) -> OffloadConfig:
-    """The configuration that streams in one way and no other."""
+    """Configuration with fixed transfer settings."""
     if streaming.programs is not None:
         return OffloadConfig(transport="zero_copy", zero_copy_programs=streaming.programs)
     return OffloadConfig(transport="copy", chunk_bytes=streaming.chunk_bytes, depth=streaming.depth)
 
 
 @contextmanager
-def rig(numel: int, formats: dict[str, Any], device: torch.device) -> Iterator[Rig]:
-    """A `Rig` with all state offloaded, which gives its memory back."""
-    made = Rig(numel, formats, config_of(Streaming()), device)
+def step_harness(numel: int, formats: dict[str, Any], device: torch.device) -> Iterator[StepHarness]:
+    """A `StepHarness` with all state offloaded; frees its memory in the end."""
+    made = StepHarness(numel, formats, config_of(Streaming()), device)
     try:
         yield made
     finally:

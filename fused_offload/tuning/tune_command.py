@@ -1,4 +1,4 @@
-"""`fused-offload tune`: measures with a progress bar, keeps the profile, and shows what was found."""
+"""`fused-offload tune`: measures with a progress bar, saves the profile, and shows the results."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def tune(options: argparse.Namespace) -> int:
     path = _tried(failed, "the profile was not kept", partial(_save, options, tuning))
     if options.plot is not None:
         _tried(failed, f"{options.plot} was not drawn", partial(_draw, options.plot, tuning))
-    # In any case: it took a minute to measure.
+    # Also after a failure: the measurements took a minute.
     if options.json:
         print(json.dumps(as_json(tuning, path), indent=2))
     else:
@@ -63,17 +63,17 @@ def tune(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _failing_in_words() -> Iterator[None]:
-    """Turns whatever fails into a ValueError that says so."""
+    """Turns errors into a ValueError with their message."""
     try:
         yield
     except RuntimeError as error:  # too little memory, or the driver refuses
         raise ValueError(str(error) or type(error).__name__) from error
-    except Exception as error:  # Triton's compiler, its C compiler, a package that is damaged: each raises its own
+    except Exception as error:  # Triton, its C compiler and damaged packages raise many kinds
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
 def _tried(failed: list[str], what: str, do: Callable[[], Path | None]) -> Path | None:
-    """The result, or None with the reason among ``failed``."""
+    """Result of a call; None if it fails, with the reason appended to ``failed``."""
     try:
         return do()
     except Exception as error:
@@ -96,7 +96,7 @@ def _draw(path: Path, tuning: Tuning) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuses before anything is measured."""
+    """Refuses options that would fail after the measurements."""
     if options.plot is not None:
         _check_plot(options.plot)
     if not torch.cuda.is_available():
@@ -121,7 +121,7 @@ def _check_plot(path: Path) -> None:
 
 
 def _check_profile(file_name: str) -> None:
-    """Refuses where the profile could not be kept."""
+    """Refuses a folder that the profile cannot be written to."""
     try:
         _check_folder(profiles.folder(), file_name)
     except ImportError as error:
@@ -146,7 +146,10 @@ def _check_folder(path: Path, file_name: str) -> None:
 
 
 def _belongs_to_another(path: Path) -> bool:
-    """Whether this user may not replace a file: in a sticky folder only its owner and the folder's may."""
+    """Tells whether the sticky bit of the folder forbids this user to replace a file.
+
+    Only the owners of the file and of the folder may then.
+    """
     folder = path.parent.stat()
     if not folder.st_mode & stat.S_ISVTX or not os.path.lexists(path):
         return False
@@ -154,7 +157,7 @@ def _belongs_to_another(path: Path) -> bool:
 
 
 class _ProgressBar:
-    """A bar for each phase, on the standard error output, drawn between measurements: no thread draws beside them."""
+    """A bar for each phase on standard error, drawn between measurements and not by a thread."""
 
     def __init__(self) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
@@ -170,7 +173,7 @@ class _ProgressBar:
         self._progress.stop()
 
     def report(self, phase: str, done: int, total: int) -> None:
-        """Moves a phase's bar; `measure.Report`."""
+        """Moves a phase's bar. A `link.Report`."""
         if phase not in self._tasks:
             self._tasks[phase] = self._progress.add_task(phase, total=total)
         self._progress.update(self._tasks[phase], completed=done, total=total)
@@ -180,7 +183,7 @@ class _ProgressBar:
 
 
 def as_json(tuning: Tuning, path: Any = None) -> dict[str, Any]:
-    """Everything that was measured, as `json.dumps` takes it."""
+    """All measurements, as `json.dumps` takes them."""
     return {
         "profile": profile_as_json(tuning.profile),
         "saved_as": None if path is None else profiles.shown(path),
@@ -203,7 +206,7 @@ def _timed_as_json(one: Timed) -> dict[str, Any]:
 
 
 def show(tuning: Tuning, path: Any = None) -> None:
-    """Prints tables, the choices and why."""
+    """Prints tables, choices and reasons."""
     console = Console()
     key = tuning.profile.key
     console.print(f"{key.gpu}, link {key.link}; {key.host}", highlight=False, markup=False, soft_wrap=True)
