@@ -1,17 +1,7 @@
 """FusedOffloadAdam inside Megatron-Core's optimizers: one call before the optimizer is built.
 
 May import every room but `cli` and `tuning`; no other room imports this one. docs/megatron.md is
-for its users.
-
-    - Entry: `install` and `run`, `bridge` (Megatron-Bridge), `options` (arguments and environment
-      variables), `checks` (configurations and models that are refused).
-    - Patches: `api_probe` finds the parts of Megatron-Core, `patches` replaces them, `after_import`
-      waits for them, `replacements` holds the classes that are built instead.
-    - One optimizer: `adam` (the inner optimizer), `adaptation`, and the hooks of each kind of
-      Megatron optimizer (`distributed`, `undistributed`, `fsdp`), `lifecycle`, `overlap`.
-    - Checkpoints: `param_checkpoint`, `shards`, `remainders`, `legacy_format`, `bucket_padding`,
-      `saving`, `refusal`.
-    - Messages: `announcement`, `step_log`, `te_check`.
+for its users, and docs/design.md lists its modules.
 
 Invariants:
     - `uninstall` restores every attribute that an installation replaced.
