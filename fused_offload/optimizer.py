@@ -10,26 +10,28 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fused_offload.checkpoint.load import apply_load, plan_load
+from fused_offload.checkpoint.state_dict import pack, pack_for_torch
 from fused_offload.checkpoint.torch_dcp import is_dummy_step, wanted_state_dict
 from fused_offload.kernels.formats import REMAINDER, Format
 from fused_offload.model_hooks.auto_prefetch import AutoPrefetch, check_attach_arguments
 from fused_offload.model_hooks.backward_step import BackwardSteps, refuse_scaler, stepped_params
 from fused_offload.params.dense import is_frozen
 from fused_offload.params.dtensors import is_offloaded_by_fsdp
-from fused_offload.params.tracker import check_params
+from fused_offload.params.validation import check_params
 from fused_offload.rules.arguments import MASTER_FORMATS, check_dtypes, check_master_dtype, check_switches
 from fused_offload.rules.base import MASTER_PARAM, UpdateRule
-from fused_offload.state.entry import StateEntry, StateHooks, get_unscaled, set_scaled
+from fused_offload.state.entry import StateEntry
 from fused_offload.state.mapping import StateMapping
 from fused_offload.state.master_weights import refresh_master
 from fused_offload.state.memory_report import MemoryReport, memory_report
+from fused_offload.state.param_state import StateHooks
 from fused_offload.state.store import StateStore
 from fused_offload.step.grad_scaler import scaler_inputs
 from fused_offload.step.step_report import StepReport
 from fused_offload.step.stepper import Stepper
 from fused_offload.stream.step_inputs import ScalerInputs
 
-from .checkpoint import state_dict as checkpoint
 from .config import OffloadConfig
 from .memory import cuda_driver
 
@@ -157,9 +159,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self.state = state["state"]
 
     def _formats_of(self, param: torch.Tensor) -> dict[str, Format]:
-        entry = self.state[param] if param in self.state else None
-        if entry is not None and entry.extent is not None:
-            return entry.extent.layout.formats
+        stored = self._store.stored_of(param)
+        if stored is not None and stored.extent is not None:
+            return stored.extent.layout.formats
         formats = dict(self._rule().formats)
         if self.master_weights:
             remainder = self.store_param_remainders and param.dtype == torch.bfloat16
@@ -200,7 +202,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     f"initialize_state got store_param_remainders={store_param_remainders}, but the optimizer was "
                     f"built with store_param_remainders={kept}"
                 )
-        if not self.state[param].bound:
+        if not self.state[param].storage.bound:
             self._initialize_entry(param)
 
     def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
@@ -222,11 +224,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._wait_for_state()
         entry.rehome()
         if state_name == MASTER_PARAM:
-            entry.fill_master()
+            entry.storage.fill_master()
         if skip_unscale:
             entry.note_read(state_name)
             return entry.outside(state_name, entry.peek(state_name))
-        return get_unscaled(entry, state_name)
+        return entry.get_unscaled(state_name)
 
     def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
         """Writes one state value of a parameter, which becomes authoritative.
@@ -245,7 +247,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         entry = self._entry_with(param, state_name)
         self._wait_for_state()
         entry.rehome()
-        set_scaled(entry, state_name, unscaled_state)
+        entry.set_unscaled(state_name, unscaled_state)
 
     def _entry_with(self, param: torch.Tensor, state_name: str) -> StateEntry:
         entry = self.state[param] if param in self.state else None
@@ -275,7 +277,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._stepper.forget_entries()
 
     def _has_state(self, group: dict[str, Any]) -> bool:
-        return any(param in self.state and self.state[param].bound for param in group["params"])
+        return any(param in self.state and self.state[param].storage.bound for param in group["params"])
 
     def _restart_groups(self) -> None:
         """Begins groups at step 0 again that have lost all of their state, unless the caller has set another step.
@@ -296,9 +298,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """
         self._wait_for_state()
         self._store.rehome()
-        for entry in self.state.values():
-            if entry.is_set(MASTER_PARAM) and MASTER_PARAM in entry and entry.extent is not None:
-                refresh_master(entry)
+        for stored in self._store.stored():
+            if stored.is_set(MASTER_PARAM) and MASTER_PARAM in stored.views and stored.extent is not None:
+                refresh_master(stored)
 
     # -- groups --------------------------------------------------------------------------------------------------
 
@@ -506,7 +508,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         self._settle_for_save()
-        state_dict = checkpoint.pack(self.param_groups, self.state, wanted_state_dict())
+        state_dict = pack(self.param_groups, self.state, wanted_state_dict())
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             result = post_hook(self, state_dict)
             state_dict = state_dict if result is None else result
@@ -521,7 +523,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             parameters in float32 to keep them.
         """
         self._settle_for_save()
-        return checkpoint.pack_for_torch(self.param_groups, self.state, self._rule())
+        return pack_for_torch(self.param_groups, self.state, self._rule())
 
     @torch._disable_dynamo
     @torch.no_grad()
@@ -545,7 +547,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             result = pre_hook(self, state_dict)
             state_dict = state_dict if result is None else result
         self._wait_for_state()
-        plan = checkpoint.plan_load(state_dict, self.param_groups, self.state, self._rule(), self._formats_of)
+        plan = plan_load(state_dict, self.param_groups, self.state, self._rule(), self._formats_of)
         for message in plan.warnings:
             warnings.warn(message, stacklevel=5)  # the caller, whose decorators take three frames
         params = plan.params
@@ -556,7 +558,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._backward_steps is not None:
             self._backward_steps.abandon()
         self._stepper.failure = "a load was interrupted"
-        checkpoint.apply_load(plan, self.state)
+        apply_load(plan, self.state)
         self.param_groups = plan.groups
         self._steps_before_removal.clear()
         self._stepper.failure = None
@@ -719,7 +721,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def memory_report(self) -> MemoryReport:
         """Bytes that this optimizer holds now, by place and state key."""
-        numel = sum(entry.shape.numel() for entry in self.state.values() if entry.bound)
+        numel = sum(stored.shape.numel() for stored in self._store.stored() if stored.bound)
         return memory_report(self._store.extents(), ring_bytes=self._stepper.engine.ring_bytes(), param_numel=numel)
 
     def last_step_report(self) -> StepReport | None:

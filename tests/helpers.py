@@ -107,9 +107,9 @@ class Snapshot(NamedTuple):
 
 def _state_bits(optimizer: FusedOffloadAdam, param: torch.Tensor) -> dict[str, torch.Tensor]:
     entry = optimizer.state[param] if param in optimizer.state else None
-    if entry is None or not entry.bound or entry.extent is None:
+    if entry is None or not entry.storage.bound or entry.storage.extent is None:
         return {}
-    stored = {key: entry.stored(key) for key in entry}
+    stored = {key: entry.storage.stored(key) for key in entry}
     found = {key: bits(entry.peek(key)) for key in entry}
     return found | {f"{key} scale": bits(value.scale) for key, value in stored.items() if value.scale is not None}
 
@@ -319,7 +319,7 @@ class Oracle:
     def check(self, optimizer: FusedOffloadAdam, param: torch.Tensor, what: str) -> None:
         """Asserts that the optimizer has the same bits."""
         assert_same_bits(in_memory_order(param, param), self.param, f"{what} parameter")
-        if param not in optimizer.state or not optimizer.state[param].bound:
+        if param not in optimizer.state or not optimizer.state[param].storage.bound:
             assert self.state.init_moments, f"{what} has no state"
             return
         entry = optimizer.state[param]
@@ -329,4 +329,4 @@ class Oracle:
                 continue
             assert_same_bits(in_memory_order(entry.peek(key), param), stored.data, f"{what} {key}")
             if stored.scale is not None and stored.data.numel():
-                assert_same_bits(entry.stored(key).scale.cpu(), stored.scale, f"{what} {key} scale")
+                assert_same_bits(entry.storage.stored(key).scale.cpu(), stored.scale, f"{what} {key} scale")

@@ -651,7 +651,7 @@ def test_first_step_refused_leaves_no_state(device: str) -> None:
     optimizer = FusedOffloadAdam([param], use_decoupled_grad=True)
     param.decoupled_grad = torch.ones(4, device=device)
     assert_step_refused(optimizer, RuntimeError, "shape")
-    assert not any(entry.bound for entry in optimizer.state.values())
+    assert not any(entry.storage.bound for entry in optimizer.state.values())
     assert sum(optimizer.memory_report().host_bytes.values()) == 0
     assert optimizer.state_dict()["state"] == {}
 

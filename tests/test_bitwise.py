@@ -138,10 +138,12 @@ def test_one_param_and_the_same_data_in_many(device: str, param_dtype: torch.dty
     for key in whole.state[param]:
         together = torch.cat([split.state[p][key].cpu() for p in params])
         helpers.assert_same_bits(together, whole.state[param][key], key)
-        scales = [split.state[p].stored(key).scale for p in params]
+        scales = [split.state[p].storage.stored(key).scale for p in params]
         if scales[0] is not None:
             helpers.assert_same_bits(
-                torch.cat([scale.cpu() for scale in scales]), whole.state[param].stored(key).scale, f"{key} scale"
+                torch.cat([scale.cpu() for scale in scales]),
+                whole.state[param].storage.stored(key).scale,
+                f"{key} scale",
             )
 
 
@@ -170,6 +172,6 @@ def test_chunks_at_the_ends_of_the_range(device: str, dtype: torch.dtype, scale:
 def test_a_different_bit_is_noticed(device: str) -> None:
     formats = FormatsCase(torch.float16, torch.float16, "fp32")
     (optimizer, params, expected) = run(device, SIZES, formats, OffloadConfig(), steps=2)
-    optimizer.state[params[-1]].stored("exp_avg_sq").scale[-1] *= 2
+    optimizer.state[params[-1]].storage.stored("exp_avg_sq").scale[-1] *= 2
     with pytest.raises(AssertionError, match="exp_avg_sq scale of parameter 4"):
         assert_same_snapshot(snapshot(optimizer), expected)

@@ -18,12 +18,11 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import fused_offload.checkpoint.state_dict
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.adam.reference import AdamState, adam_scalars, adam_step_
 from fused_offload.kernels.formats import FP16, SCALE_BLOCK, Format, Stored, decode, encode_
 from fused_offload.rules.arguments import EXP_AVG_FORMATS, EXP_AVG_SQ_FORMATS
-from fused_offload.state.entry import StateEntry, set_scaled
+from fused_offload.state.entry import StateEntry
 
 Bits = dict[str, torch.Tensor]
 
@@ -1135,15 +1134,16 @@ def test_a_load_that_is_interrupted_refuses_steps(device: torch.device, monkeypa
     train(optimizer, params, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
     written = []
+    set_unscaled = StateEntry.set_unscaled
 
     def interrupted(entry: StateEntry, key: str, value: torch.Tensor) -> None:
         written.append(key)
         if len(written) == 3:
             raise KeyboardInterrupt
-        set_scaled(entry, key, value)
+        set_unscaled(entry, key, value)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fused_offload.checkpoint.state_dict, "set_scaled", interrupted)
+        patch.setattr(StateEntry, "set_unscaled", interrupted)
         with pytest.raises(KeyboardInterrupt):
             optimizer.load_state_dict(saved)
     for use in (optimizer.step, optimizer.state_dict):

@@ -16,8 +16,9 @@ from helpers import unchanged
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.formats import FP32, join_remainder
-from fused_offload.state.entry import StateEntry, StateHooks
+from fused_offload.state.entry import StateEntry
 from fused_offload.state.mapping import StateMapping
+from fused_offload.state.param_state import StateHooks
 
 HYPERPARAMETERS = {"lr": 0.01, "betas": (0.8, 0.95), "weight_decay": 0.03}
 SHAPES = [(5,), (3, 43), (300,)]
@@ -238,7 +239,7 @@ def test_a_value_by_itself_takes_its_own_bytes(device: torch.device, format: str
             assert copied.untyped_storage().nbytes() <= value.nbytes + value.itemsize
             assert_same_bits(copied, value)
     for entry in optimizer.state.values():  # writers that keep what fills its storage copy these
-        for view in entry.peek_all():
+        for view in entry.storage.views.values():
             assert view.untyped_storage().nbytes() == view.nbytes + view.itemsize
 
 
@@ -746,7 +747,7 @@ def unchanged_local(optimizer: FusedOffloadAdam) -> Iterator[None]:
     """Asserts that the block changes no bit of this rank's part of the state."""
 
     def local_bits() -> list[torch.Tensor]:
-        return [bits(view) for entry in optimizer.state.values() for view in entry.peek_all()]
+        return [bits(view) for entry in optimizer.state.values() for view in entry.storage.views.values()]
 
     before = local_bits()
     yield
@@ -1286,7 +1287,7 @@ def test_views_that_require_no_gradient_are_not_frozen(device: torch.device) -> 
     optimizer = FusedOffloadAdam(shards)
     shards[0].grad = torch.ones_like(shards[0])
     optimizer.step()
-    extents = {id(optimizer.state[shard].extent) for shard in shards}
+    extents = {id(optimizer.state[shard].storage.extent) for shard in shards}
     assert len(extents) == 1
     assert set(optimizer.state[shards[1]]) == {"exp_avg", "exp_avg_sq"}
 

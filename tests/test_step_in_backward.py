@@ -127,7 +127,7 @@ def test_storage_of_removed_state_is_freed(device: str, in_parts: bool, monkeypa
     if in_parts:
         optimizer.step_in_backward(model)
     train(model, optimizer, range(2))
-    extents = [weakref.ref(extent) for extent in {entry.extent for entry in optimizer.state.values()}]
+    extents = [weakref.ref(extent) for extent in {entry.storage.extent for entry in optimizer.state.values()}]
     assert extents
     optimizer.state.clear()
     gc.collect()

@@ -1,7 +1,7 @@
-"""Recognises what torch's checkpoint functions want when they call an optimizer's ordinary methods.
+"""Recognises calls of torch's checkpoint functions to an optimizer's ordinary methods.
 
-``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` know nothing of an optimizer but ``step``, ``state_dict``
-and ``load_state_dict``, and use them for purposes that the calls themselves do not tell.
+``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` use only ``step``, ``state_dict`` and
+``load_state_dict`` of an optimizer, for purposes that the arguments do not show.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _LOADS = "_load_optim_state_dict"  # the function behind set_optimizer_state_dic
 
 
 class Wanted(NamedTuple):
-    """What a state dict is for.
+    """Purpose of a state dict.
 
     Attributes:
-        with_steps: put ``step`` beside each parameter's state as well, where torch's optimizers have it. Readers that
-            fill the state dict in then find the count of either, which is all that a group of torch AdamW's lacks.
-        on_host: hand out copies of what is not in host memory: a full state dict is copied to all of it at once, for
-            which torch wants one device.
+        with_steps: put ``step`` beside each parameter's state as well, where torch's optimizers
+            have it. Readers that fill in the state dict then find the step count in either layout.
+        on_host: hand out copies of tensors that are not in host memory. torch copies a full state
+            dict to all of its tensors at once, and wants them on one device.
         gathered: hand out remainders as int32, since collectives take no 16-bit integers.
     """
 
@@ -33,17 +33,17 @@ class Wanted(NamedTuple):
 
 
 def is_dummy_step() -> bool:
-    """Whether a running ``step`` is the one by which those functions make an optimizer create its state.
+    """Whether a running ``step`` was called by those functions to make an optimizer create its state.
 
-    They call it with zero gradients and a learning rate of zero. That has to make state, but must not count. Nothing
-    but the caller tells it from the first step of a warm-up: gradients may be zero on one rank only, and ranks have to
-    agree on the count without talking.
+    They call it with zero gradients and a learning rate of zero. The call has to make state, but must not count. Only
+    its caller distinguishes it from the first step of a warm-up: gradients may be zero on one rank only, and ranks
+    have to agree on the count without communication.
     """
     return any(True for _ in _callers())
 
 
 def wanted_state_dict() -> Wanted:
-    """What a running ``state_dict`` is for."""
+    """Purpose of a running ``state_dict``."""
     callers = {frame.f_code.co_name: frame for frame in _callers()}
     info = callers[_GETS].f_locals.get("info") if _GETS in callers else None
     return Wanted(
@@ -52,7 +52,7 @@ def wanted_state_dict() -> Wanted:
 
 
 def _callers() -> Iterator[FrameType]:
-    """Those functions that wait for the running call."""
+    """Frames of those functions that wait for the running call."""
     if _STATE_DICT_MODULE not in sys.modules:
         return
     frame: FrameType | None = sys._getframe(1)

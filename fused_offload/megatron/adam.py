@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from fused_offload.adam import FusedOffloadAdam
-from fused_offload.checkpoint.state_dict import merged_group, pack
+from fused_offload.checkpoint.load import merged_group
+from fused_offload.checkpoint.state_dict import pack
 from fused_offload.checkpoint.torch_dcp import Wanted
 from fused_offload.params.dense import has_own_memory
 from fused_offload.params.dtensors import local_of
-from fused_offload.params.tracker import check_params
+from fused_offload.params.validation import check_params
 from fused_offload.rules.arguments import checked_step
 from fused_offload.state.layout import align
 
@@ -152,7 +153,7 @@ class MegatronAdam(FusedOffloadAdam):
 
     def has_live_state(self, tensors: Iterable[Any]) -> bool:
         """True if any of the tensors shares memory with this optimizer's state or a parameter."""
-        views = [view for entry in self.state.values() for view in entry.peek_all()]
+        views = [view for state in self._store.stored() for view in state.views.values()]
         views += [local_of(param) for param in self._all_params()]
         storages = {view.untyped_storage().data_ptr() for view in views if view.numel()}
         return any(tensor.untyped_storage().data_ptr() in storages for tensor in tensors if tensor.numel())

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fused_offload.state.entry import check_storable
+from fused_offload.state.convert import check_storable
 
 from .adam import inner_of
 from .refusal import refusal

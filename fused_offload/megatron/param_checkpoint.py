@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fused_offload.kernels.formats import join_remainder, split_remainder_
-from fused_offload.state.entry import check_storable
+from fused_offload.state.convert import check_storable
 
 from .adam import MegatronAdam
 
@@ -85,7 +85,7 @@ def write_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, 
     if inner.master_weights and param.dtype == torch.float32:
         # Such a parameter is its own master, and was loaded with the model. TransformerEngine's
         # FusedAdam keeps and saves a second master, which it never updates.
-        inner.state[param].unset_master()
+        inner.state[param].storage.unset_master()
     elif values["param"] is not param:
         write_master(inner, param, values["param"])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fused_offload.state.entry import check_storable
+from fused_offload.state.convert import check_storable
 
 from .adam import MegatronAdam
 from .param_checkpoint import refresh_megatrons_master

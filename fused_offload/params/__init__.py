@@ -1,9 +1,9 @@
-"""Parameters and gradients: flat memory, DTensors, tensor guards, validation, what has a gradient.
+"""Parameters and gradients: flat memory, DTensors, tensor guards, validation, and their tracker.
 
-May import `kernels`; knows nothing of state, chunks or streams.
+May import `kernels`. State, chunks and streams are unknown here.
 
 Invariants:
     - Everything is checked before anything is changed.
-    - DTensors are taken apart here once; the engine sees this rank's plain tensors.
-    - A step asks all tensors at once, and checks one by one only where something changed.
+    - DTensors are unwrapped here, once; the engine sees this rank's plain tensors.
+    - A step compares all tensors in bulk, and validates one by one only those that changed.
 """

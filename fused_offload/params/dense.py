@@ -19,23 +19,23 @@ def _order(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]
 def is_frozen(param: torch.Tensor) -> bool:
     """Whether a parameter waits for no gradient.
 
-    Only a model's own parameters can be frozen; shards of them that a wrapper passes instead never require a gradient,
-    and still get one.
+    Only a model's own parameters can be frozen. Shards that a wrapper passes instead never require
+    a gradient, and still get one.
     """
     return isinstance(param, torch.nn.Parameter) and not param.requires_grad
 
 
 def has_own_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements are where its address says.
+    """Whether a tensor's elements are at its address.
 
-    Classes that stand for other tensors, as quantised ones do, intercept operations below autograd, and their address
-    is nobody's. Plain subclasses do not.
+    Classes that stand for other tensors, as quantised ones do, intercept operations below autograd,
+    and their address is meaningless. Plain subclasses do not.
     """
     return type(tensor).__torch_dispatch__ is _NOT_INTERCEPTED
 
 
 def has_data(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor holds all of its elements; that of a freed or resized storage does not."""
+    """Whether the memory of a tensor holds all of its elements, which a freed or resized storage does not."""
     if tensor.device.type == "meta" or tensor.layout != torch.strided or not has_own_memory(tensor):
         return False
     if tensor.numel() == 0:
@@ -67,7 +67,7 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 
 def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Strides of a tensor without gaps that lies in memory in the same order; its own if it has none."""
+    """Strides of a gapless tensor with the same memory order; its own if it has no gaps."""
     return tensor.stride() if is_dense(tensor) else torch.empty_like(tensor, device="meta").stride()
 
 
@@ -78,7 +78,7 @@ def span_bytes(tensor: torch.Tensor) -> int:
 
 
 def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy without gaps, which lies in memory in the same order."""
+    """A copy without gaps, in the same memory order."""
     strides = dense_strides(tensor)
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 
@@ -94,7 +94,7 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def like_memory_of(tensor: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """``tensor``, copied to the memory order of ``param`` if it has another."""
+    """``tensor``, copied into the memory order of ``param`` if its own differs."""
     if tensor.is_contiguous() and param.is_contiguous():
         return tensor
     if same_order(param.shape, param.stride(), tensor.stride()):

@@ -1,6 +1,6 @@
-"""Distributed tensors: only the part that this rank holds is touched. Only `like_param` communicates.
+"""Distributed tensors, of which the optimizer uses this rank's part. Only `like_param` communicates.
 
-A ``DTensor`` is told by its attributes, so that programs without any do not import ``torch.distributed.tensor``.
+A ``DTensor`` is recognised by its attributes, so that other programs do not import ``torch.distributed.tensor``.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-_PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
+PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
+"""Classes whose tensors are certainly not distributed and have memory of their own."""
 
 
 def is_distributed(tensor: Any) -> bool:
     """Whether a tensor is a ``DTensor``."""
-    return type(tensor) not in _PLAIN_TENSORS and hasattr(tensor, "_local_tensor") and hasattr(tensor, "_spec")
+    return type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "_local_tensor") and hasattr(tensor, "_spec")
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -24,7 +25,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     if not is_distributed(tensor):
         return tensor
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    # The result of a collective that is still on its way, as tensor parallelism makes them; its data_ptr() is nobody's.
+    # The result of a collective that is still on its way, as tensor parallelism makes them; its
+    # data_ptr() is nobody's.
     return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local  # type: ignore[attr-defined]
 
 
@@ -46,9 +48,10 @@ def _same_mesh_and_shape(one: Any, other: Any) -> bool:
 def like_param(param: Any, grad: Any) -> Any:
     """A gradient in the placements of its parameter.
 
-    Tensor parallelism leaves gradients of sharded parameters replicated, and those of replicated ones as partial sums.
-    As in the ``DTensor`` operations of torch's optimizers, such a gradient is redistributed; all ranks of the mesh have
-    to take part. Anything that is not a ``DTensor`` over the mesh of a ``DTensor`` parameter is returned as it is.
+    Tensor parallelism leaves gradients of sharded parameters replicated, and those of replicated
+    ones as partial sums. As in the ``DTensor`` operations of torch's optimizers, such a gradient is
+    redistributed; all ranks of the mesh have to take part. Anything that is not a ``DTensor`` over
+    the mesh of a ``DTensor`` parameter is returned as it is.
     """
     if not (is_distributed(param) and is_distributed(grad)):
         return grad
@@ -59,7 +62,7 @@ def like_param(param: Any, grad: Any) -> Any:
 
 
 def sharding_of(tensor: Any) -> str:
-    """Global shape and placements in words."""
+    """Global shape, placements and mesh in words."""
     return f"shape {tuple(tensor.shape)}, placements {tuple(tensor._spec.placements)} on {tensor._spec.mesh}"
 
 
@@ -69,7 +72,7 @@ def has_partial(tensor: Any) -> bool:
 
 
 def is_replicated(tensor: Any) -> bool:
-    """Whether several ranks of a ``DTensor``'s mesh have the same elements."""
+    """Whether several ranks of a ``DTensor``'s mesh hold the same elements."""
     if not is_distributed(tensor):
         return False
     spec = tensor._spec
@@ -82,7 +85,7 @@ def is_offloaded_by_fsdp(param: Any) -> bool:
 
 
 def local_value(param: torch.Tensor, key: str, value: Any) -> Any:
-    """What of a state value is stored here.
+    """This rank's part of a state value.
 
     Args:
         param: parameter that the value belongs to.
@@ -90,8 +93,8 @@ def local_value(param: torch.Tensor, key: str, value: Any) -> Any:
         value: a ``DTensor`` sharded like the parameter; anything else is returned as it is.
 
     Raises:
-        TypeError: for a distributed value of a parameter that is not.
-        ValueError: for one that is sharded in another way.
+        TypeError: for a distributed value of a parameter that is not distributed.
+        ValueError: for another sharding.
     """
     if not is_distributed(value):
         return value
@@ -108,7 +111,8 @@ def local_value(param: torch.Tensor, key: str, value: Any) -> Any:
 def distributed_like(param: Any, local: torch.Tensor) -> torch.Tensor:
     """``local`` itself as this rank's part of a tensor sharded like ``param``.
 
-    ``DTensor.from_local`` would move a tensor in host memory to the device of the mesh, hence the plain constructor.
+    ``DTensor.from_local`` would move a tensor in host memory to the device of the mesh, hence the
+    plain constructor.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import TensorMeta
@@ -116,8 +120,9 @@ def distributed_like(param: Any, local: torch.Tensor) -> torch.Tensor:
     spec = copy.copy(param._spec)
     spec.tensor_meta = TensorMeta(param.shape, param.stride(), local.dtype)
     with torch.inference_mode(False):
-        # Given a view, the constructor notes its storage offset, which makes data_ptr() of the whole something else
-        # than 0. Writers that copy state before they save it in the background then look for memory there.
+        # Given a view, the constructor notes its storage offset, which makes data_ptr() of the
+        # whole something else than 0. Writers that copy state before they save it in the background
+        # then look for memory there.
         whole: Any = DTensor(local.new_empty(0), spec, requires_grad=False)
     whole._local_tensor = local
     result: torch.Tensor = whole

@@ -1,4 +1,4 @@
-"""Tells in bulk whether tensors are what they were, for lists too long to ask each tensor a dozen questions."""
+"""Detects metadata changes of many tensors in one call."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 try:  # compares type, dispatch keys, dtype, device, sizes and strides of many tensors in one call
     from torch._C._dynamo.guards import TensorGuards as _TensorGuards
 except ImportError:
-    _new_guards: Any = None
+    _torch_guards: Any = None
 else:
-    _new_guards = _TensorGuards
+    _torch_guards = _TensorGuards
 
 
 def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
@@ -21,33 +21,33 @@ def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
-Kind = tuple[Any, ...]
+Metadata = tuple[Any, ...]
 
 
-class KindWatch:
-    """What kinds of strided tensors a list held; holds none of them."""
+class TensorGuards:
+    """Metadata of a list of tensors, to compare later lists with. Holds no tensor."""
 
-    def __init__(self, kinds: Sequence[Kind]) -> None:
-        """Remembers the kind of each tensor, see `kind_of`."""
-        self._count = len(kinds)
-        self._kinds = kinds
+    def __init__(self, metadata: Sequence[Metadata]) -> None:
+        """Remembers the metadata of each tensor, see `metadata_of`."""
+        self._count = len(metadata)
+        self._metadata = metadata
         self._guards: Any = None
 
-    def same_kind(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Whether other tensors have the types, layouts, dtypes, devices, shapes and strides of these, one by one."""
+    def match(self, tensors: Sequence[torch.Tensor | None]) -> bool:
+        """Whether tensors have the remembered types, layouts, dtypes, devices, shapes and strides, one by one."""
         if len(tensors) != self._count:
             return False
         if self._guards is None:
-            if list(map(kind_of, tensors)) != self._kinds:
+            if list(map(metadata_of, tensors)) != self._metadata:
                 return False
             # Guards are worth their making only where a list is seen again.
-            if _new_guards is not None and tensors:
-                self._guards = _new_guards(
+            if _torch_guards is not None and tensors:
+                self._guards = _torch_guards(
                     *tensors,
-                    dynamic_dims_sizes=[list(kind[4]) for kind in self._kinds],
-                    dynamic_dims_strides=[list(kind[5]) for kind in self._kinds],
+                    dynamic_dims_sizes=[list(metadata[4]) for metadata in self._metadata],
+                    dynamic_dims_strides=[list(metadata[5]) for metadata in self._metadata],
                 )
-                self._kinds = ()
+                self._metadata = ()
             return True
         try:
             return bool(self._guards.check(*tensors))
@@ -55,8 +55,8 @@ class KindWatch:
             return False
 
 
-def kind_of(tensor: torch.Tensor | None) -> Kind:
-    """Type, layout and, of a strided tensor, all that can be asked without its elements."""
+def metadata_of(tensor: torch.Tensor | None) -> Metadata:
+    """Type, layout and, of a strided tensor, everything but its elements and address."""
     if not isinstance(tensor, torch.Tensor):
         return (type(tensor),)
     if tensor.layout != torch.strided:

@@ -1,4 +1,4 @@
-"""What one step updates: parameters with gradients, checked before anything is changed."""
+"""Tracks parameters and their gradients from step to step."""
 
 from __future__ import annotations
 
@@ -9,37 +9,30 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .dense import (
-    FLOAT_DTYPES,
-    addresses_of,
-    dense_copy,
-    has_own_memory,
-    is_dense,
-    is_frozen,
-    like_memory_of,
-    overlaps,
-    same_order,
-    span_bytes,
-)
-from .dtensors import has_partial, is_distributed, like_param, local_of, locals_of, same_sharding, sharding_of
-from .tensor_guards import Kind, KindWatch, kind_of, same_objects
+from .dense import FLOAT_DTYPES, addresses_of, dense_copy, is_dense, like_memory_of, same_order, span_bytes
+from .dtensors import is_distributed, locals_of
+from .tensor_guards import Metadata, TensorGuards, metadata_of, same_objects
+from .validation import ParamSpans, check_grad, check_params, local_grad
 
 
 class Updates(NamedTuple):
     """Parameters with gradients, in group order; parameters without elements are left out.
 
     Attributes:
-        params: parameters; of distributed ones what this rank has, of those with gaps in their memory a copy without.
+        params: parameters; of distributed ones this rank's part, of those with gaps in their memory
+            a dense copy.
         grads: their gradients, in the parameters' memory order.
         groups: index of each parameter's group.
-        positions: place of each parameter in `ParamWatch.params`.
+        positions: place of each parameter in `ParamTracker.params`.
         grad_dtypes: dtype of each gradient.
         param_addresses: ``[len(params)]`` int64, bytes.
         grad_addresses: ``[len(params)]`` int64, bytes.
         numels: ``[len(params)]`` int64.
         version: equal for two steps with the same signature and the same addresses.
-        signature: equal for two steps that update the same parameters with gradients of the same dtypes.
-        copied: parameters with gaps, and the copies in ``params`` that are to be written back into them.
+        signature: equal for two steps that update the same parameters with gradients of the same
+            dtypes.
+        copied: parameters with gaps, and the copies in ``params`` that are to be written back into
+            them.
     """
 
     params: list[torch.Tensor]
@@ -60,22 +53,23 @@ class Updates(NamedTuple):
             param.copy_(copy)
 
 
-class ParamWatch:
-    """All parameters of the groups and their gradients, checked again only where something about them changed.
+class ParamTracker:
+    """All parameters of the groups and their gradients, validated again only after a change.
 
-    Callers replace parameters, swap their storage, edit groups and get new gradients between steps, so every step asks
-    whether all are what they were; the questions are cheap in bulk, the full checks are not.
+    Between steps, callers replace parameters, swap their storage, edit groups and get new
+    gradients. Every step compares all of them with the last step in bulk, which is cheap. Full
+    validation runs only where they differ.
 
     Attributes:
         params: parameters in group order, as the groups hold them.
-        tensors: the same, of distributed ones what this rank has.
+        tensors: the same, of distributed ones this rank's part.
         groups: index of each parameter's group.
-        devices: where the parameters are.
+        devices: devices of the parameters.
         generation: counts changes of the parameters.
     """
 
     def __init__(self) -> None:
-        """Knows no parameters yet."""
+        """A tracker without parameters; the first `observe` takes them in."""
         self.generation = 0
         self.params: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
@@ -84,13 +78,13 @@ class ParamWatch:
         self._lengths: list[int] = []
         self._some_distributed = False
         self._with_gaps: set[int] = set()
-        self._kinds = KindWatch(())
+        self._param_guards = TensorGuards(())
         self._addresses = addresses_of([])
         self._numels = self._span_bytes = np.empty(0, np.int64)
-        self._good_kinds: list[Kind] = []  # of each parameter's last gradient that could be read where it was
+        self._good_metadata: list[Metadata] = []  # of each parameter's last gradient that was read in place
         self._present: list[int] = []
-        self._grad_kinds = KindWatch(())
-        self._spans: _ParamSpans | None = None
+        self._grad_guards = TensorGuards(())
+        self._spans: ParamSpans | None = None
         self._last: Updates | None = None  # without its gradients, which the caller frees
         self._version = 0
 
@@ -100,15 +94,16 @@ class ParamWatch:
         decoupled: bool,
         given: Mapping[int, torch.Tensor] | None = None,
     ) -> Updates:
-        """Takes in groups and gradients as they are now.
+        """Takes in groups and gradients as they are now, and validates what changed.
 
         Args:
             param_groups: the optimizer's groups.
             decoupled: read ``decoupled_grad`` instead of ``grad``.
-            given: gradients by the ``id`` of their parameter, to be taken instead of those on the parameters.
+            given: gradients by the ``id`` of their parameter, to be taken instead of those on the
+                parameters.
 
         Returns:
-            What has a gradient.
+            Parameters with gradients.
 
         Raises:
             TypeError: for what cannot be a parameter or a gradient.
@@ -120,7 +115,7 @@ class ParamWatch:
         unchanged = (
             lengths == self._lengths
             and same_objects(params, self.params)
-            and self._kinds.same_kind(tensors)
+            and self._param_guards.match(tensors)
             and np.array_equal(self._addresses, addresses_of(tensors))
         )
         if not unchanged:
@@ -133,7 +128,7 @@ class ParamWatch:
         else:
             found = [param._grad for param in params]  # as .grad, without its warning for views of a flat buffer
         if self._some_distributed:
-            found = list(map(_local_grad, params, found, self.groups))
+            found = list(map(local_grad, params, found, self.groups))
         return self._like_last(found) or self._checked(found)
 
     def _take_in(self, param_groups: Sequence[dict[str, Any]], params: list[torch.Tensor], lengths: list[int]) -> None:
@@ -146,16 +141,16 @@ class ParamWatch:
         self.groups = [index for index, length in enumerate(lengths) for _ in range(length)]
         self.devices = {tensor.device for tensor in tensors}
         self._with_gaps = {position for position, tensor in enumerate(tensors) if not is_dense(tensor)}
-        self._kinds, self._addresses = KindWatch(list(map(kind_of, tensors))), addresses_of(tensors)
+        self._param_guards, self._addresses = TensorGuards(list(map(metadata_of, tensors))), addresses_of(tensors)
         self._numels = np.fromiter(map(torch.Tensor.numel, tensors), np.int64, len(tensors))
         self._span_bytes = self._numels * _itemsizes([tensor.dtype for tensor in tensors])
         for position in self._with_gaps:
             self._span_bytes[position] = span_bytes(tensors[position])
-        self._good_kinds = [()] * len(tensors)
+        self._good_metadata = [()] * len(tensors)
         self.generation += 1
 
     def _like_last(self, found: list[Any]) -> Updates | None:
-        """The last updates with these gradients, if they are of the same kinds and for the same parameters."""
+        """The last updates with these gradients, if they have the same metadata and parameters."""
         last = self._last
         if last is None:
             return None
@@ -163,7 +158,7 @@ class ParamWatch:
             if [index for index, grad in enumerate(found) if grad is not None] != self._present:
                 return None
             found = [found[position] for position in last.positions]
-        if not self._grad_kinds.same_kind(found):
+        if not self._grad_guards.match(found):
             return None
         addresses = addresses_of(found)
         if not np.array_equal(addresses, last.grad_addresses):
@@ -175,20 +170,20 @@ class ParamWatch:
         return last._replace(grads=found)
 
     def _checked(self, found: list[Any]) -> Updates:
-        """Updates of gradients that are not those of the last step, each checked unless it is of a good kind."""
+        """Updates of gradients that differ from the last step's; a gradient with known good metadata passes."""
         self._last = None
         present = [index for index, grad in enumerate(found) if grad is not None]
         without_gaps = {index: dense_copy(self.tensors[index]) for index in present if index in self._with_gaps}
         copied = bool(without_gaps)
         for index in present:
             grad = found[index]
-            kind = kind_of(grad)
-            if kind != self._good_kinds[index]:
+            metadata = metadata_of(grad)
+            if metadata != self._good_metadata[index]:
                 param = self.tensors[index]
-                _check_grad(param, grad, self.groups[index])
+                check_grad(param, grad, self.groups[index])
                 found[index] = ordered = _in_memory_order(without_gaps.get(index, param), grad)
                 if ordered is grad:
-                    self._good_kinds[index] = kind
+                    self._good_metadata[index] = metadata
                 else:
                     copied = True
         positions = [index for index in present if self._numels[index]] if not self._numels.all() else present
@@ -213,184 +208,13 @@ class ParamWatch:
             signature=(self.generation, places.tobytes(), bytes(map(FLOAT_DTYPES.index, dtypes))),
             copied=[(self.tensors[index], copy) for index, copy in without_gaps.items()],
         )
-        spans = _ParamSpans(
-            self._addresses[places], self._span_bytes[places], self._numels[places] * _itemsizes(dtypes)
-        )
+        spans = ParamSpans(self._addresses[places], self._span_bytes[places], self._numels[places] * _itemsizes(dtypes))
         spans.check_apart(updates.grad_addresses)
         if not copied:  # what was copied has to be copied again at every step
-            kinds = [self._good_kinds[index] for index in positions]
-            self._present, self._grad_kinds, self._spans = present, KindWatch(kinds), spans
+            guards = TensorGuards([self._good_metadata[index] for index in positions])
+            self._present, self._grad_guards, self._spans = present, guards, spans
             self._last = updates._replace(grads=[])
         return updates
-
-
-def _check_grad(param: torch.Tensor, grad: Any, group: int) -> None:
-    if not isinstance(grad, torch.Tensor):
-        raise TypeError(f"A gradient should be a tensor, but got {type(grad).__name__} in parameter group {group}")
-    if is_distributed(grad):  # that of a distributed parameter was taken apart before
-        raise RuntimeError(_other_sharding(param, grad, group))
-    if not has_own_memory(grad):
-        raise TypeError(
-            f"A gradient in parameter group {group} is a {type(grad).__name__}, whose elements do not lie in one plain "
-            "tensor. Give its parameter a plain one."
-        )
-    if grad.layout != torch.strided:
-        raise RuntimeError("FusedOffloadAdam does not support sparse gradients; use dense embeddings (sparse=False)")
-    if grad.dtype not in FLOAT_DTYPES:
-        raise TypeError(
-            f"FusedOffloadAdam takes float32, bfloat16 and float16 gradients, but parameter group {group} "
-            f"has {grad.dtype}"
-        )
-    if grad.device != param.device:
-        raise RuntimeError(
-            f"Expected all tensors to be on the same device, but parameter group {group} is on {param.device} and has "
-            f"a gradient on {grad.device}. Move the gradient to its parameter."
-        )
-    if grad.shape != param.shape:
-        raise RuntimeError(
-            f"A gradient should have the shape of its parameter {tuple(param.shape)}, but got {tuple(grad.shape)} "
-            f"in parameter group {group}"
-        )
-
-
-def _local_grad(param: torch.Tensor, grad: Any, group: int) -> Any:
-    """This rank's part of a gradient, in the placements of its parameter.
-
-    Whatever is no tensor is left to `_check_grad`.
-    """
-    grad = like_param(param, grad)
-    if is_distributed(param) and is_distributed(grad) and same_sharding(param, grad):
-        return local_of(grad)
-    if not isinstance(grad, torch.Tensor) or not (is_distributed(param) or is_distributed(grad)):
-        return grad
-    raise RuntimeError(_other_sharding(param, grad, group))
-
-
-def _other_sharding(param: torch.Tensor, grad: torch.Tensor, group: int) -> str:
-    if not is_distributed(param):
-        return (
-            f"A gradient in parameter group {group} is distributed ({sharding_of(grad)}), but its parameter is a plain "
-            "tensor. Give it a plain one: grad.full_tensor() or grad.to_local()."
-        )
-    expected, got = sharding_of(param), sharding_of(grad) if is_distributed(grad) else "a plain tensor"
-    return (
-        f"A gradient should be distributed over the mesh of its parameter ({expected}), but got {got} in parameter "
-        f"group {group}. Distribute it first: distribute_tensor(grad, param.device_mesh, param.placements)."
-    )
-
-
-class _ParamSpans:
-    """The memory that a step's parameters take, which no two of them and no gradient may share.
-
-    The result would depend on the order of the updates. Devices share one address space, so addresses of different
-    devices cannot be confused.
-    """
-
-    def __init__(self, starts: np.ndarray, param_bytes: np.ndarray, grad_bytes: np.ndarray) -> None:
-        """Sorts the spans; raises where two parameters share memory.
-
-        Args:
-            starts: ``[n]`` int64, address of each parameter.
-            param_bytes: ``[n]`` int64, bytes from its first element to the end of its last.
-            grad_bytes: ``[n]`` int64, bytes of its gradient.
-        """
-        order = np.argsort(starts, kind="stable")
-        self._starts = starts[order]
-        self._ends = self._starts + param_bytes[order]
-        self._grad_bytes = grad_bytes
-        if (self._starts[1:] < self._ends[:-1]).any():
-            raise RuntimeError(
-                "Some parameters share memory, so one step would update it twice. Pass each parameter, and each part "
-                "of a flat buffer, once."
-            )
-
-    def check_apart(self, grad_addresses: np.ndarray) -> None:
-        """Raises where a gradient of the same updates shares memory with a parameter."""
-        if not len(self._starts):
-            return
-        # last parameter to start before the gradient ends
-        before = np.searchsorted(self._starts, grad_addresses + self._grad_bytes, side="left") - 1
-        if ((before >= 0) & (self._ends[before] > grad_addresses)).any():
-            raise RuntimeError(
-                "A gradient shares memory with a parameter; gradients are only read, so give it its own."
-            )
-
-
-def check_params(params: Sequence[Any], where: str) -> None:
-    """Raises unless all are real floating point tensors of one device that this optimizer can update.
-
-    Args:
-        params: parameters of one group.
-        where: what to call the group in an error.
-    """
-    for position, param in enumerate(params):
-        if not isinstance(param, torch.Tensor):
-            raise TypeError(
-                f"Parameter {position} of {where} should be a tensor, but got {type(param).__name__}. "
-                "Leave placeholders out of the groups."
-            )
-    if any(type(param) not in _PLAIN_TENSORS for param in params):
-        _check_subclasses(params, where)
-        params = locals_of(params)
-    devices = {param.device for param in params}
-    if len(devices) > 1:
-        names = ", ".join(sorted(str(device) for device in devices))
-        raise RuntimeError(f"All parameters of {where} should be on one device, but they are on {names}. Split it.")
-    if any(device.type not in ("cpu", "cuda") for device in devices):
-        raise RuntimeError(
-            f"The parameters of {where} are on {devices.pop()}; FusedOffloadAdam updates parameters on CUDA devices "
-            "and on the CPU. Materialise the model before building the optimizer."
-        )
-    for position, param in enumerate(params):
-        if param.dtype not in FLOAT_DTYPES:
-            advice = f". {_FROZEN}" if is_frozen(param) else ""
-            raise TypeError(
-                "FusedOffloadAdam updates float32, bfloat16 and float16 parameters, but parameter "
-                f"{position} of {where} has {param.dtype}{_class_of(param)}{advice}"
-            )
-    for position, param in enumerate(params):
-        if param.layout != torch.strided or not (param.is_contiguous() or not overlaps(param)):
-            raise RuntimeError(
-                f"Parameter {position} of {where} (shape {tuple(param.shape)}, strides "
-                f"{param.stride() if param.layout == torch.strided else 'none'}) does not have a place in memory for "
-                "each of its elements. Make it contiguous before building the optimizer."
-            )
-
-
-_PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
-_FROZEN = "It is frozen, so leave it out: pass the parameters that require gradients."
-
-
-def _class_of(param: torch.Tensor) -> str:
-    return "" if type(param) in _PLAIN_TENSORS else f" ({type(param).__name__})"
-
-
-def _check_subclasses(params: Sequence[torch.Tensor], where: str) -> None:
-    for position, param in enumerate(params):
-        if is_distributed(param) and has_partial(param):
-            raise TypeError(
-                f"Parameter {position} of {where} is a DTensor with partial values ({sharding_of(param)}), which no "
-                "rank can update alone. Redistribute it to Shard or Replicate first."
-            )
-        local = local_of(param)
-        if hasattr(local, "_local_tensor") or not has_own_memory(local):
-            raise TypeError(
-                f"Parameter {position} of {where} is a {type(local).__name__}, which FusedOffloadAdam cannot update: "
-                f"its elements do not lie in one plain tensor. {_what_to_do(param, local)}"
-            )
-
-
-def _what_to_do(param: torch.Tensor, local: torch.Tensor) -> str:
-    """Instead of handing over a parameter of a class that stands for other tensors."""
-    if is_frozen(param):
-        return _FROZEN
-    if type(local).__module__.startswith("transformer_engine."):
-        return (
-            "Build the model outside of quantized_model_init (fp8_model_init): autocast computes with quantised copies "
-            "of bfloat16 parameters all the same. Or pass float32 masters in its place, and quantize_ it from them "
-            "after each step (docs/eight_bit.md)."
-        )
-    return "Pass plain tensors, and quantise what they hold after training, or from them after each step."
 
 
 def _in_memory_order(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

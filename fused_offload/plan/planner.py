@@ -11,8 +11,8 @@ import torch
 
 from fused_offload.config import OffloadConfig
 from fused_offload.params.tracker import Updates
-from fused_offload.state.entry import StateEntry
 from fused_offload.state.layout import Layout, chunk_numel
+from fused_offload.state.param_state import ParamState
 from fused_offload.state.storage import Extent
 
 from .chunks import Chunk, Piece, Segment, make_plan
@@ -66,7 +66,7 @@ class StepPlan:
 
     chunks: tuple[Chunk, ...]
     starts: list[int]
-    initial: list[StateEntry]
+    initial: list[ParamState]
     derived: dict[torch.device, Any] = field(default_factory=dict)
 
     def chunks_of(self, device: torch.device) -> list[Chunk]:
@@ -86,7 +86,7 @@ class Planner:
     def plan(
         self,
         updates: Updates,
-        entries: list[StateEntry],
+        entries: list[ParamState],
         version: int,
         window: Sequence[WindowBlock] = (),
     ) -> StepPlan:
@@ -115,7 +115,7 @@ class Planner:
         """Drops all plans, and with them their references to storage."""
         self._plans.clear()
 
-    def _make(self, updates: Updates, entries: list[StateEntry], window: Sequence[WindowBlock]) -> StepPlan:
+    def _make(self, updates: Updates, entries: list[ParamState], window: Sequence[WindowBlock]) -> StepPlan:
         kinds: dict[Hashable, ChunkKind] = {}
         segments, cuts = [], []
         for index, (entry, numel, group, grad_dtype) in enumerate(

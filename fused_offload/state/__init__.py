@@ -1,9 +1,9 @@
-"""Optimizer state in storage: layouts, extents, the entries of `optimizer.state`, master weights.
+"""Optimizer state: layouts, extents, each parameter's stored state, conversion, and the entries of `optimizer.state`.
 
 May import `memory`, `params`, `rules` and what they import.
 
 Invariants:
-    - State has one canonical place; writing a tensor into an entry copies it there.
-    - Whoever hands out a value waits for its write-back first.
+    - State has one place; writing a tensor into an entry copies it there.
+    - Before a value is handed out, its write-back is complete.
     - A master is authoritative only after a step, a load or a write.
 """

@@ -1,4 +1,4 @@
-"""Layouts of state: alignment, the keys of a layout, and the place of each array in a block of memory."""
+"""Layouts of state: alignment, state keys with their formats, and the place of each array in memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fused_offload.kernels.formats import SCALE_BLOCK, Format, Stored
 from fused_offload.rules.base import MASTER_PARAM
 
 ALIGNMENT = 128
-"""Elements. Segments start at multiples of it and are cut at multiples of it."""
+"""Elements. Segments start and are cut at multiples of it."""
 
 
 def align(numel: int) -> int:
@@ -34,7 +34,7 @@ _ARRAY_ALIGNMENT = 256  # bytes; the widest access of any copy or kernel
 
 @dataclass(frozen=True)
 class Layout:
-    """What parameters whose state lies together have in common; none of it changes between steps.
+    """Common properties of parameters whose state lies together. None of them changes between steps.
 
     Attributes:
         device: device of the parameters.
@@ -74,13 +74,13 @@ def _aligned(nbytes: int) -> int:
 
 
 class ArrayPlace:
-    """Byte offsets of each key's elements and scales within one block of memory, for a number of elements.
+    """Byte offsets of each key's elements and scales in a range of memory, for a number of elements.
 
     Attributes:
-        nbytes: bytes in all.
+        nbytes: bytes in total.
         data: byte offset of each key's elements.
         scale: byte offset of each key's scales, for scaled formats.
-        spans: first byte and end of all that belongs to each key.
+        spans: first byte and end of the arrays of each key.
     """
 
     def __init__(self, formats: dict[str, Format], numel: int, *, gap: int = 0) -> None:
@@ -110,27 +110,27 @@ class ArrayPlace:
         """Typed views into ``memory``, a uint8 tensor of at least `nbytes`."""
         return {key: self.stored(key, memory[start:stop]) for key, (start, stop) in self.spans.items()}
 
-    def stored(self, key: str, block: torch.Tensor) -> Stored:
-        """Typed views of one key into ``block``, the uint8 bytes of its span."""
+    def stored(self, key: str, span: torch.Tensor) -> Stored:
+        """Typed views of one key into the uint8 bytes of its span."""
         format = self.formats[key]
-        data = block[: self.numel * format.element_bytes].view(format.dtype)
+        data = span[: self.numel * format.element_bytes].view(format.dtype)
         scale = None
         if format.scaled:
-            scale = block[self.scale[key] - self.data[key] :][: self.numel // SCALE_BLOCK * 4].view(torch.float32)
+            scale = span[self.scale[key] - self.data[key] :][: self.numel // SCALE_BLOCK * 4].view(torch.float32)
         return Stored(format, data, scale)
 
 
 @functools.lru_cache(maxsize=64)
 def block_place(layout: Layout, numel: int) -> ArrayPlace:
-    """Where each key lies in a block of GPU memory that holds ``numel`` elements of a layout, without gaps."""
+    """Place of each key in GPU memory that holds ``numel`` elements of a layout, without gaps."""
     return ArrayPlace(layout.formats, numel)
 
 
 def extent_place(layout: Layout, numel: int) -> ArrayPlace:
-    """Where each key lies in an extent of ``numel`` elements."""
+    """Place of each key in an extent of ``numel`` elements."""
     return ArrayPlace(layout.formats, numel, gap=_ARRAY_ALIGNMENT)
 
 
 def slot_bytes(layout: Layout, extent_numel: int, chunk_bytes: int) -> int:
-    """Bytes of the largest chunk that an extent can give, whichever of its parameters have gradients."""
+    """Bytes of the largest chunk of an extent, whichever of its parameters have gradients."""
     return block_place(layout, min(extent_numel, chunk_numel(chunk_bytes, layout.block_bytes))).nbytes

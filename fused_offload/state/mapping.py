@@ -11,7 +11,8 @@ import torch
 
 from fused_offload.params.dtensors import is_distributed, local_of, same_sharding
 
-from .entry import StateEntry, StateHooks
+from .entry import StateEntry
+from .param_state import StateHooks
 
 
 class StateMapping(defaultdict[torch.Tensor, StateEntry]):
@@ -37,12 +38,12 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
     def __setitem__(self, param: torch.Tensor, value: Any) -> None:
         """Moves an entry here, or copies the tensors of a plain dict into this parameter's storage.
 
-        As with torch, the value takes the place of what was there: what a dict lacks starts over.
+        As with torch, the value replaces the present one: keys that a dict lacks start over.
         """
         if isinstance(value, StateEntry) and value is super().get(param):
             return
         if isinstance(value, StateEntry) and self._fits(value, param):
-            value.param = param
+            value.storage.param = param
             super().__setitem__(param, value)
             self._hooks.version += 1
             return
@@ -63,7 +64,7 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
         old = entry.param
         if super().get(old) is entry:  # two parameters cannot share an entry
             return False
-        if not entry.bound:
+        if not entry.storage.bound:
             return True
         if is_distributed(old) != is_distributed(param) or (is_distributed(old) and not same_sharding(old, param)):
             return False
@@ -124,7 +125,7 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
         return dict(self)
 
     def __or__(self, other: Any) -> dict[torch.Tensor, Any]:  # type: ignore[override]
-        """A plain dict of the entries and of what ``other`` has."""
+        """A plain dict of the entries and of the items of ``other``."""
         return {**self, **other}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[torch.Tensor, dict[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Masters after the parameters were changed behind the optimizer's back."""
+"""Master weights of parameters that were changed outside the optimizer."""
 
 from __future__ import annotations
 
@@ -6,25 +6,27 @@ import torch
 
 from fused_offload.kernels.formats import SCALE_BLOCK, Stored, decode, encode_
 from fused_offload.params.dtensors import local_of
+from fused_offload.rules.base import MASTER_PARAM
 
-from .entry import StateEntry
+from .param_state import ParamState
 
-_BLOCK = 4 * 2**20  # elements compared at a time; a multiple of the scale block
+_COMPARED_ELEMENTS = 4 * 2**20  # at a time; a multiple of the scale group
 
 
-def refresh_master(entry: StateEntry) -> None:
+def refresh_master(state: ParamState) -> None:
     """Replaces the master by the parameter wherever the parameter is not the master's rounding.
 
     Args:
-        entry: state with an authoritative ``master_param``, updated in place. Remainders are kept, but negative ones
-            of parameters that are zero become zero: no master has such a pair, and joined they would be NaN.
+        state: state with an authoritative ``master_param``, updated in place. Remainders are kept,
+            but negative ones of parameters that are zero become zero: no master has such a pair,
+            and joined they would be NaN.
     """
-    stored = entry.stored("master_param")
-    param = entry.ordered(local_of(entry.param))
-    for start in range(0, param.numel(), _BLOCK):
-        block = param[start : start + _BLOCK].to(stored.data.device)
-        refresh = _refresh_remainders if stored.format.name == "remainder" else _refresh_block
-        refresh(stored.narrow(start, block.numel()), block)
+    stored = state.stored(MASTER_PARAM)
+    param = state.ordered(local_of(state.param))
+    for start in range(0, param.numel(), _COMPARED_ELEMENTS):
+        part = param[start : start + _COMPARED_ELEMENTS].to(stored.data.device)
+        refresh = _refresh_remainders if stored.format.name == "remainder" else _refresh_values
+        refresh(stored.narrow(start, part.numel()), part)
 
 
 def _refresh_remainders(stored: Stored, param: torch.Tensor) -> None:
@@ -33,7 +35,7 @@ def _refresh_remainders(stored: Stored, param: torch.Tensor) -> None:
         stored.data.masked_fill_(impossible, 0)
 
 
-def _refresh_block(stored: Stored, param: torch.Tensor) -> None:
+def _refresh_values(stored: Stored, param: torch.Tensor) -> None:
     master = decode(stored)
     slack = _quantum(stored) / 2
     low, high = (master - slack).to(param.dtype), (master + slack).to(param.dtype)
@@ -44,7 +46,7 @@ def _refresh_block(stored: Stored, param: torch.Tensor) -> None:
 
 
 def _quantum(stored: Stored) -> torch.Tensor | float:
-    """How far apart neighbouring stored values are: what storing may have moved a master by, twice over."""
+    """Distance of neighbouring stored values, twice the most that storing may have moved a master by."""
     if stored.scale is None:
         return 0.0
     values = stored.data.float()

@@ -1,4 +1,4 @@
-"""Where the optimizer's bytes are."""
+"""Report of the bytes that an optimizer holds."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class MemoryReport:
         ring_bytes: GPU staging of the device's ring, shared by all optimizers of the process.
         param_numel: elements that have state.
         pinned: whether all offloaded state is page-locked.
-        numa_nodes: NUMA nodes that offloaded state was asked for on, as long as they have room; empty on hosts of one
-            node and where the kernel refuses.
-        numa_bytes: bytes of offloaded state on each NUMA node, estimated from a sample of its pages; empty on hosts of
-            one node and where the kernel does not say.
+        numa_nodes: NUMA nodes that offloaded state was requested on, as long as they have room;
+            empty on hosts of one node and where Linux refuses.
+        numa_bytes: bytes of offloaded state on each NUMA node, estimated from a sample of its
+            pages; empty on hosts of one node and where Linux does not tell.
     """
 
     host_bytes: dict[str, int] = field(default_factory=dict)

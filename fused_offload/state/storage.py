@@ -1,36 +1,48 @@
-"""Where state lies: layouts, and extents of consecutive storage with one array per state key."""
+"""Extents: consecutive storage of many parameters, one array per state key."""
 
 from __future__ import annotations
 
 import torch
 
-from fused_offload.kernels.formats import Stored
+from fused_offload.kernels.formats import Stored, encode_
 from fused_offload.memory import numa
 from fused_offload.memory.pinned import PinnedSlab
 from fused_offload.state.layout import Layout, extent_place
+
+_ENCODED_ELEMENTS = 2**20
+"""Elements encoded at a time; bounds the temporary memory of loads."""
+
+
+def write_values(stored: Stored, values: torch.Tensor) -> None:
+    """Encodes ``[numel]`` values of any float dtype and device, a bounded part at a time."""
+    device = stored.data.device
+    for start in range(0, values.numel(), _ENCODED_ELEMENTS):
+        part = values[start : start + _ENCODED_ELEMENTS].to(device, torch.float32)
+        encode_(stored.narrow(start, part.numel()), part)
 
 
 class Extent:
     """Consecutive state of parameters of one layout, zero-filled at first.
 
     Attributes:
-        layout: what its parameters have in common.
+        layout: common properties of its parameters.
         numel: elements, a multiple of `ALIGNMENT`.
-        place: where the arrays lie in the block.
+        place: byte offsets of the arrays in the memory.
+        nbytes: bytes of the memory.
         stored: each key's arrays.
-        slab: the host memory behind it, or None if resident on a device.
+        slab: host memory behind it, or None if resident on a device.
     """
 
     def __init__(self, layout: Layout, numel: int, *, pin: bool) -> None:
-        """Allocates.
+        """Allocates the memory.
 
         Args:
-            layout: what its parameters have in common.
+            layout: common properties of its parameters.
             numel: elements, a multiple of `ALIGNMENT`, at least one.
             pin: page-lock host memory.
 
         Raises:
-            RuntimeError: if the memory is not to be had.
+            RuntimeError: if the memory cannot be allocated.
         """
         self.layout = layout
         self.numel = numel
@@ -57,8 +69,9 @@ class Extent:
     def view(self, key: str, start: int, numel: int) -> torch.Tensor:
         """``[numel]`` stored elements of one key, as a tensor with a torch storage of its own.
 
-        Saving, pickling or copying a tensor takes its whole storage. This one is a single element longer than the
-        view: checkpoint writers keep references to CPU tensors that fill their storage, and clone others.
+        Saving, pickling or copying a tensor takes its whole storage. This storage is one element
+        longer than the view: checkpoint writers keep references to CPU tensors that fill their
+        storage, and clone others.
 
         Args:
             key: state key.
@@ -82,6 +95,6 @@ class Extent:
         return self.stored[key].narrow(start, numel)
 
     def close(self) -> None:
-        """Gives page locks back; views stay readable."""
+        """Releases page locks; views stay readable."""
         if self.slab is not None:
             self.slab.close()

@@ -1,4 +1,4 @@
-"""Gives parameters their storage: which layout, host or device, one extent for many parameters."""
+"""Storage of one optimizer: layouts, host or device, and one extent for many parameters."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fused_offload.memory.host_limits import check_host_bytes
 from fused_offload.params.dense import addresses_of
 from fused_offload.params.dtensors import local_of
 
-from .entry import StateHooks
 from .layout import Layout, align
 from .mapping import StateMapping
+from .param_state import ParamState, StateHooks
 from .storage import Extent
 
 
@@ -46,7 +46,7 @@ class _Place(NamedTuple):
 
 
 class StateStore:
-    """All storage of one optimizer.
+    """All stored state of one optimizer.
 
     Attributes:
         state: the mapping behind ``optimizer.state``.
@@ -59,8 +59,8 @@ class StateStore:
 
         Args:
             config: fraction and pinning.
-            hooks: what entries ask of the optimizer.
-            formats_of: stored format of each key for a parameter; asked when a parameter gets its storage.
+            hooks: callbacks of entries into the optimizer.
+            formats_of: returns the stored format of each key for a parameter that gets its storage.
         """
         self.config = config
         self.state = StateMapping(hooks)
@@ -74,12 +74,23 @@ class StateStore:
 
     def extents(self) -> list[Extent]:
         """All extents in use, each once."""
-        found = {id(entry.extent): entry.extent for entry in self.state.values() if entry.extent is not None}
-        found |= {id(place.extent): place.extent for place in self._reserved.values()}
-        return list(found.values())
+        stored = (state.extent for state in self.stored() if state.extent is not None)
+        return list(dict.fromkeys([*stored, *(place.extent for place in self._reserved.values())]))
+
+    def stored(self) -> list[ParamState]:
+        """Stored state of every parameter that has an entry."""
+        return [entry.storage for entry in self.state.values()]
+
+    def stored_of(self, param: torch.Tensor) -> ParamState | None:
+        """Stored state of one parameter, or None if it has no entry."""
+        return self.state[param].storage if param in self.state else None
 
     def check_process(self) -> None:
-        """Raises RuntimeError in a forked child, where reading page-locked state would end the process."""
+        """Refuses to run in a forked child, where reading page-locked state would end the process.
+
+        Raises:
+            RuntimeError: in a forked child of the process that trains.
+        """
         if os.getpid() != self._process and any(extent.is_pinned for extent in self.extents()):
             raise RuntimeError(
                 "This process was forked from the one that trains, and page-locked optimizer state is not inherited. "
@@ -100,15 +111,15 @@ class StateStore:
     def ensure(self, wanted: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
         """Gives every wanted parameter its storage.
 
-        Storage is laid out for all known parameters at once, in their order, so that state of a layout lies together
-        whatever order the parameters are asked for in.
+        Storage is laid out for all known parameters at once, in their order. So the state of a
+        layout lies together, in whatever order parameters are requested.
 
         Args:
             wanted: parameters that need storage now.
             known: all parameters that will need it, in group order, the wanted ones among them.
 
         Raises:
-            RuntimeError: if the host has too little memory; nothing is changed then.
+            RuntimeError: if the host has too little memory; nothing is changed.
         """
         new = [param for param in wanted if not self._is_bound(param)]
         if not new:
@@ -127,9 +138,10 @@ class StateStore:
                 self.state[param].bind(place.extent, place.start, place.extent.layout.formats)
 
     def _is_bound(self, param: torch.Tensor) -> bool:
-        entry = self.state[param] if param in self.state else None
-        # An empty parameter needs no storage, until it gets elements (sharding frees and restores parameters so).
-        return entry is not None and entry.bound and (entry.extent is not None or not _numel(param))
+        state = self.stored_of(param)
+        # An empty parameter needs no storage, until it gets elements (sharding frees and restores
+        # parameters so).
+        return state is not None and state.bound and (state.extent is not None or not _numel(param))
 
     def _reserve(self, params: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
         waiting = [param for param in params if _numel(param) and id(param) not in self._reserved]
@@ -185,25 +197,26 @@ class StateStore:
     def _is_offloaded(self, param: torch.Tensor) -> bool:
         if id(param) in self._reserved:
             return not self._reserved[id(param)].extent.layout.resident
-        extent = self.state[param].extent if param in self.state else None
-        return extent is not None and not extent.layout.resident
+        state = self.stored_of(param)
+        return state is not None and state.extent is not None and not state.extent.layout.resident
 
     def rehome(self) -> None:
-        """Takes back values whose views were pointed elsewhere by a caller."""
+        """Copies values back into storage whose views a caller pointed elsewhere."""
         for entry in self.state.values():
-            if entry.bound:
+            if entry.storage.bound:
                 entry.rehome()
-        self._views = [view for entry in self.state.values() for view in entry.peek_all()]
+        self._views = [view for state in self.stored() for view in state.views.values()]
         self._view_addresses = addresses_of(self._views)
 
     def rehome_moved(self) -> None:
-        """`rehome` where some view's address is not what it was after the last one, and no entry changed since."""
-        # Only who holds a view can move it, and a run that reads no state should not look at thousands of them.
+        """Runs `rehome` if the address of any view has changed since the last time. No entry was added since."""
+        # Only a holder of a view can move it, and a run that reads no state should not look at
+        # thousands of them.
         if self._hooks.lent and not np.array_equal(self._view_addresses, addresses_of(self._views)):
             self.rehome()
 
     def views_version(self) -> int:
-        """Changes when somebody writes in place to a view that was handed out."""
+        """Sum of torch's versions of all views: changes when a view that was handed out is written in place."""
         return sum(view._version for view in self._views)
 
     def forget_views(self) -> None:
@@ -211,7 +224,7 @@ class StateStore:
         self._views, self._view_addresses = [], addresses_of([])
 
     def close(self) -> None:
-        """Gives all page locks back."""
+        """Releases all page locks."""
         for extent in self.extents():
             extent.close()
         self._reserved.clear()

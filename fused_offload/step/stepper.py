@@ -9,11 +9,11 @@ import torch
 
 from fused_offload.config import OffloadConfig
 from fused_offload.params.dtensors import local_of
-from fused_offload.params.tracker import ParamWatch, Updates
+from fused_offload.params.tracker import ParamTracker, Updates
 from fused_offload.plan.planner import Planner
 from fused_offload.plan.window_blocks import blocks_of
 from fused_offload.rules.base import UpdateRule
-from fused_offload.state.entry import StateEntry, StateHooks
+from fused_offload.state.param_state import ParamState, StateHooks
 from fused_offload.state.store import StateStore
 from fused_offload.stream.step_inputs import ScalerInputs, StepInputs
 
@@ -39,13 +39,13 @@ class Stepper:
         self.failure: str | None = None
         self._hooks = hooks
         self._store = store
-        self._watch = ParamWatch()
-        self._entries: list[StateEntry | None] = []
+        self._watch = ParamTracker()
+        self._entries: list[ParamState | None] = []
         self._some_without_entry = False
         self._entries_made_for = (-1, -1)
         self._misfits: dict[int, str] = {}
         self._prefetched_version = 0
-        self._unconfirmed: list[StateEntry] = []
+        self._unconfirmed: list[ParamState] = []
         self._counted_skips = 0
 
     def reconfigure(self, config: OffloadConfig) -> None:
@@ -195,7 +195,7 @@ class Stepper:
             self._part_planners.append(Planner(self._config))
         return self._part_planners[part]
 
-    def _ready_entries(self, updates: Updates, wanted: Callable[[], list[torch.Tensor]]) -> list[StateEntry]:
+    def _ready_entries(self, updates: Updates, wanted: Callable[[], list[torch.Tensor]]) -> list[ParamState]:
         """State of each update, with its storage."""
         # Not only if this step saw a change: an earlier one may have seen it and then been refused or skipped.
         known = self._entries if self._entries_made_for == (self._watch.generation, self._hooks.version) else None
@@ -205,13 +205,13 @@ class Stepper:
             params = wanted()
             self._store.ensure(params, params)
             self._store.rehome()
-            known = self._entries = [self._store.state.get(param) for param in self._watch.params]
+            known = self._entries = [self._store.stored_of(param) for param in self._watch.params]
             self._some_without_entry = any(entry is None for entry in known)
             self._entries_made_for = (self._watch.generation, self._hooks.version)
         else:
             self._store.rehome_moved()
         entries = known if len(updates.positions) == len(known) else [known[place] for place in updates.positions]
-        return cast("list[StateEntry]", entries)
+        return cast("list[ParamState]", entries)
 
     def _check_entries(self, updates: Updates, rule: UpdateRule) -> None:
         if self._entries_made_for != (self._watch.generation, self._hooks.version):
@@ -232,21 +232,21 @@ class Stepper:
         except RuntimeError as error:
             return str(error)
         entry = self._store.state[param] if param in self._store.state else None
-        if entry is None or entry.extent is None:
+        if entry is None or entry.storage.extent is None:
             return None
         reason = entry.take_reshaped()
         if reason is not None:
             return f"{reason} It is in group {group}."
-        layout, param = entry.extent.layout, local_of(param)
+        layout, param = entry.storage.extent.layout, local_of(param)
         if param.device != layout.device:
             return (
                 f"A parameter of group {group} moved from {layout.device} to {param.device} after it got its "
                 "state. Move it back, or save a state dict, build a new optimizer and load it."
             )
-        if param.dtype != layout.param_dtype or param.shape != entry.shape:
+        if param.dtype != layout.param_dtype or param.shape != entry.storage.shape:
             return (
                 f"A parameter of group {group} is {param.dtype} of shape {tuple(param.shape)} now, but its state "
-                f"was made for {layout.param_dtype} of shape {tuple(entry.shape)}. "
+                f"was made for {layout.param_dtype} of shape {tuple(entry.storage.shape)}. "
                 "Drop optimizer.state[param] to start over."
             )
         return None

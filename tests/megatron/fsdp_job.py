@@ -121,7 +121,13 @@ def _at_once(collective: Any) -> Any:
 def _is_state(tensor: torch.Tensor) -> bool:
     if is_distributed(tensor):
         return False
-    views = (view for inner in _inners for entry in inner.state.values() for view in entry.peek_all() if view.numel())
+    views = (
+        view
+        for inner in _inners
+        for entry in inner.state.values()
+        for view in entry.storage.views.values()
+        if view.numel()
+    )
     return tensor.untyped_storage().data_ptr() in {view.untyped_storage().data_ptr() for view in views}
 
 

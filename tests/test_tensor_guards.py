@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from fused_offload.params import tensor_guards as watch
-from fused_offload.params.tensor_guards import KindWatch
+from fused_offload.params import tensor_guards
+from fused_offload.params.tensor_guards import TensorGuards, metadata_of
 
 
 @pytest.fixture(params=["guards", "questions"], autouse=True)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "questions":
-        monkeypatch.setattr(watch, "_new_guards", None)
+        monkeypatch.setattr(tensor_guards, "_torch_guards", None)
     else:
-        assert watch._new_guards is not None  # all supported releases of torch have them
+        assert tensor_guards._torch_guards is not None  # all supported releases of torch have them
 
 
 def tensor(*shape: int, **options: Any) -> torch.Tensor:
@@ -39,15 +39,15 @@ OTHERS = {
 @pytest.mark.parametrize("changed", [0, 1])
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_changed_tensor_is_seen(other: str, changed: int) -> None:
-    kinds = KindWatch([tensor(), tensor()])
-    assert kinds.same_kind([tensor(), tensor()])
+    guards = TensorGuards([metadata_of(tensor()), metadata_of(tensor())])
+    assert guards.match([tensor(), tensor()])
     tensors: list[torch.Tensor | None] = [tensor(), tensor()]
     tensors[changed] = OTHERS[other]
-    assert not kinds.same_kind(tensors)
+    assert not guards.match(tensors)
 
 
 def test_a_list_of_another_length_is_seen() -> None:
     for count, other in ((1, 2), (2, 1), (0, 1), (1, 0)):
-        kinds = KindWatch([tensor() for _ in range(count)])
-        assert kinds.same_kind([tensor() for _ in range(count)])
-        assert not kinds.same_kind([tensor() for _ in range(other)])
+        guards = TensorGuards([metadata_of(tensor()) for _ in range(count)])
+        assert guards.match([tensor() for _ in range(count)])
+        assert not guards.match([tensor() for _ in range(other)])

@@ -1,0 +1,147 @@
+"""Values of stored state: checks of what comes in, and conversion between float32 and stored formats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fused_offload.kernels.formats import decode
+from fused_offload.params.dense import has_data, has_own_memory
+
+from .param_state import ParamState
+from .storage import write_values
+
+
+def check_value(state: ParamState, key: str, value: Any, *, raw: bool = False) -> None:
+    """Refuses a value that one key cannot take.
+
+    Args:
+        state: stored state of a parameter.
+        key: state key.
+        value: a tensor of this rank's part.
+        raw: whether it may be 8-bit elements for 8-bit elements, which only mean something beside
+            their scales.
+
+    Raises:
+        KeyError: for a key that the optimizer does not keep.
+        TypeError: for a value that cannot be stored.
+        ValueError: for another shape, and for values out of range.
+    """
+    if key not in state.views:
+        raise KeyError(f"FusedOffloadAdam keeps {', '.join(state.views)} for this parameter; it cannot take {key!r}")
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{key} should be a tensor, but got {type(value).__name__}")
+    if value.shape != state.shape:
+        raise ValueError(f"{key} should have shape {tuple(state.shape)}, but got {tuple(value.shape)}")
+    kept = state.views[key].dtype
+    if not (raw and kept == value.dtype == torch.uint8):
+        check_storable(key, kept, value, nonnegative=key in state.hooks.nonnegative)
+
+
+def check_storable(key: str, kept: torch.dtype, value: torch.Tensor, *, nonnegative: bool = False) -> None:
+    """Refuses a tensor whose values would mean something else once stored.
+
+    Args:
+        key: state key.
+        kept: stored dtype.
+        value: tensor of any shape.
+        nonnegative: whether the key's values are averages of squares.
+
+    Raises:
+        TypeError: for a tensor without plain dense memory, and for a dtype that does not fit.
+        ValueError: for a tensor whose memory was freed, and for values out of range.
+    """
+    if value.layout != torch.strided or value.device.type == "meta":
+        raise TypeError(f"{key} should be a dense tensor with data, but got {value.layout} on {value.device}")
+    if not has_own_memory(value):
+        raise TypeError(f"{key} should be a plain tensor, but got a {type(value).__name__}; dequantise it first")
+    if not has_data(value):
+        raise ValueError(f"{key} of shape {tuple(value.shape)} has lost its memory (its storage was resized or freed)")
+    gathered = kept == torch.int16 and value.dtype == torch.int32  # see torch_dcp.Wanted
+    if (kept == torch.int16) != (value.dtype == torch.int16 or gathered):
+        raise TypeError(
+            f"{key} is kept as {kept}, but got {value.dtype}: a 16-bit remainder only means something beside the "
+            "parameter it was split from. Use store_param_remainders as when it was written."
+        )
+    if gathered and not torch.equal(value, value.to(torch.int16).to(torch.int32)):
+        raise ValueError(f"{key} is kept as torch.int16, but got torch.int32 values that do not fit")
+    if kept != torch.int16 and not value.dtype.is_floating_point:
+        raise TypeError(f"{key} should be a floating point tensor, but got {value.dtype}")
+    if nonnegative and value.numel() and value.detach().min() < 0:
+        raise ValueError(f"{key} holds negative values, so it is no average of squares; was it mixed up?")
+
+
+def same_memory(value: torch.Tensor, view: torch.Tensor) -> bool:
+    """Whether ``value``, shaped like ``view``, is the same elements in the same places."""
+    return (
+        value.device == view.device
+        and value.data_ptr() == view.data_ptr()
+        and value.dtype == view.dtype
+        and value.stride() == view.stride()
+        and value.is_neg() == view.is_neg()
+    )
+
+
+def unscaled(state: ParamState, key: str) -> torch.Tensor:
+    """Values of one key, shaped like this rank's part of the parameter.
+
+    Returns:
+        The live view for float32 and 16-bit remainders; for narrower formats a new float32 tensor,
+        exact.
+    """
+    view = state.views[key]
+    if view.dtype in (torch.float32, torch.int16):
+        return view
+    return view.float() if state.extent is None else state.shaped(decode(state.stored(key)))
+
+
+def write_unscaled(state: ParamState, key: str, value: torch.Tensor) -> None:
+    """Writes float values (int16 for remainders) in their stored format. They were checked."""
+    view = state.views[key]
+    if state.extent is None or same_memory(value, view):
+        return
+    value = _apart_from(value, view)
+    if view.dtype == torch.int16:
+        view.copy_(value)
+    else:
+        write_values(state.stored(key), state.ordered(value))
+
+
+def write_elements(state: ParamState, key: str, value: torch.Tensor) -> None:
+    """Writes a tensor as assignment to an entry does. It was checked with ``raw``.
+
+    Elements of a scaled format in its own dtype go with the scales that are there; anything else is
+    values.
+
+    Raises:
+        ValueError: for elements of a scaled format that the present scales do not belong to.
+    """
+    view = state.views[key]
+    if state.extent is None or value is view or same_memory(value, view):
+        return
+    format, value = state.format(key), _apart_from(value, view)
+    if format.scaled and value.dtype != format.dtype:
+        write_values(state.stored(key), state.ordered(value))
+        return
+    if format.scaled:
+        scale = state.stored(key).scale
+        assert scale is not None
+        if not scale.any() and value.any():
+            raise ValueError(
+                f"{key} has no scales yet, so raw {format.dtype} elements have no meaning here. Write float32 values."
+            )
+        if value.dtype == torch.uint8 and value.any() and not torch.equal(value.to(view.device), view):
+            raise ValueError(
+                f"{key} is kept as bytes that mean something beside their scales only, which steps change. Bytes "
+                "other than those that are there cannot be written back: copy and write float32 values "
+                "(get_unscaled_state, set_scaled_state, or state_dict and load_state_dict)."
+            )
+    view.copy_(value)
+
+
+def _apart_from(value: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
+    """``value`` without autograd; a copy if it may share memory with ``view``, which is about to be written."""
+    value = value.detach()
+    shared = value.device == view.device and value.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
+    return value.clone() if shared else value
