@@ -1,4 +1,4 @@
-"""What is stepped: stored formats, parameters with gradients, and the check that a step was one."""
+"""Benchmark cases: stored formats, parameters with gradients, and the check that a step was one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SAMPLE_NUMEL = 4096
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """How the state of bfloat16 parameters is stored.
+    """Stored format of the state of bfloat16 parameters.
 
     Attributes:
         name: bytes per parameter each way, as in the README.
@@ -66,7 +66,8 @@ class StoredFormat:
 
     def kernel_bytes(self, numel: int, tensors: int = 1) -> int:
         """GPU memory that one update reads and writes."""
-        # I/O: read grad + state (+ param, of which a remainder is the other half), write param + state
+        # I/O: read grad + state (+ param, of which a remainder is the other half), write param +
+        # state
         param_bytes = 2 + (2 if self.master_param is REMAINDER else 0)
         return tensors * numel * (2 + param_bytes) + 2 * self.state_bytes(numel, tensors)
 
@@ -88,8 +89,8 @@ def make_params(
     numel: int, tensors: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> list[torch.nn.Parameter]:
     """Parameters of ``numel`` random elements each, with random gradients of the same dtype."""
-    # Random within a tensor, equal between tensors: a GPU's clocks notice zeros, and a CPU takes half a minute to draw
-    # two billion numbers.
+    # Random within a tensor, equal between tensors: a GPU's clocks notice zeros, and a CPU takes
+    # half a minute to draw two billion numbers.
     generator = torch.Generator(device).manual_seed(0)
     values = torch.randn(numel, generator=generator, device=device) * 0.02
     grads = torch.randn(numel, generator=generator, device=device)

@@ -1,7 +1,9 @@
-"""Compares a results file with stored ones: ``python bench/check.py results.json``. Fails where a step got slower.
+"""Compares a results file with stored ones: ``python bench/check.py results.json``.
 
-What is compared is the time of a whole step over that of plain copies of the same bytes, which were measured beside it:
-links differ from machine to machine and from hour to hour, so times say less.
+Fails where a step got slower.
+
+What is compared is the time of a whole step over that of plain copies of the same bytes, which were
+measured beside it: links differ from machine to machine and from hour to hour, so times say less.
 """
 
 from __future__ import annotations
@@ -36,15 +38,19 @@ class Comparison(NamedTuple):
 
     @property
     def is_slower(self) -> bool:
-        """Whether it is worse than the tolerance allows.
+        """True if it is worse than the tolerance allows.
 
-        A step that was faster than plain copies says that these were disturbed; it is not what later ones are held to.
+        A step that was faster than plain copies says that these were disturbed; it is not what
+        later ones are held to.
         """
         return not 0 < self.ratio <= max(1.0, self.stored) * (1 + TOLERANCE)  # NaN, too
 
 
 Step = tuple[str, int]
-"""Name of a row, and how many parameters are stepped: links and hosts treat small steps differently."""
+"""Name of a row, and how many parameters are stepped.
+
+Links and hosts treat small steps differently.
+"""
 
 
 def ratios(results: Record) -> dict[Step, float]:
@@ -95,7 +101,7 @@ def unfit(results: Any) -> str | None:
 
 
 def read(path: Path) -> tuple[Any, str | None]:
-    """What is in a file, and why it cannot be compared, or None."""
+    """Contents of a file, and the reason why it cannot be compared, or None."""
     try:
         results = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -104,7 +110,10 @@ def read(path: Path) -> tuple[Any, str | None]:
 
 
 def stored_beside(path: Path) -> list[tuple[str, Record]]:
-    """Names and contents of the stored files that another can be compared with. Says which of the suite cannot be."""
+    """Names and contents of the stored files that another can be compared with.
+
+    Says which of the suite cannot be.
+    """
     stored = []
     for file in sorted(STORED.glob("*.json")):
         results, reason = read(file)
@@ -120,8 +129,8 @@ def stored_beside(path: Path) -> list[tuple[str, Record]]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line.
 
-    Exit codes: 0 fine, 1 slower, or steps of the stored files were not measured (unless ``--partial``), 2 nothing to
-    compare, 3 no results that can be compared.
+    Exit codes: 0 fine, 1 slower, or steps of the stored files were not measured (unless
+    ``--partial``), 2 nothing to compare, 3 no results that can be compared.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("results", type=Path, help="what pytest wrote to --results")

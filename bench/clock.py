@@ -76,15 +76,16 @@ def measure(
 ) -> list[T]:
     """Lets pytest-benchmark repeat ``run`` and keeps what each timed round returns.
 
-    pytest-benchmark's own table times ``run`` from outside; rows are made from what ``run`` measured itself, by the
-    clock that suits it (CUDA events, or wall-clock time around a step).
+    pytest-benchmark's own table times ``run`` from outside; rows are made from what ``run``
+    measured itself, by the clock that suits it (CUDA events, or wall-clock time around a step).
 
     Args:
         benchmark: pytest-benchmark's fixture.
         run: one repetition.
         rounds: timed repetitions.
         warmup_rounds: repetitions before them.
-        setup: runs before each repetition: what ``run`` is compared with, so that both see the same state of the link.
+        setup: runs before each repetition: what ``run`` is compared with, so that both see the same
+            state of the link.
     """
     results: list[T] = []
 

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-# Benchmarks import their helpers by plain name. pytest puts this folder on sys.path in its default import mode only.
+# Benchmarks import their helpers by plain name. pytest puts this folder on sys.path in its default
+# import mode only.
 _HERE = str(Path(__file__).resolve().parent)
 if _HERE not in sys.path:
     sys.path.append(_HERE)
@@ -73,7 +74,8 @@ class _ResultsFile:
         self._write()
 
     def _write(self) -> None:
-        # Behind the first benchmark, since an idle link slows down, and before the file can change the checkout.
+        # Behind the first benchmark, since an idle link slows down, and before the file can change
+        # the checkout.
         self._machine = self._machine or machine_facts()
         results: dict[str, Any] = {
             "command": " ".join(["pytest", *self._config.invocation_params.args]),

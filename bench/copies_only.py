@@ -1,4 +1,7 @@
-"""The same chunks through the same ring without kernels: what the pipeline would cost if computing were free."""
+"""The same chunks through the same ring without kernels.
+
+What the pipeline would cost if computing were free.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,14 @@ from fused_offload.kernels.adam import launch as adam
 
 @contextlib.contextmanager
 def copies_only() -> Iterator[None]:
-    """Steps taken inside launch no kernel. Plan, slots, copies, streams and events are those of a real step."""
+    """Steps taken inside launch no kernel.
+
+    Plan, slots, copies, streams and events are those of a real step.
+    """
     launch = adam.adam_step_
 
     def no_launch(*_: Any, **__: Any) -> None:
-        """What the pipeline calls instead."""
+        """Replacement of the launch in the pipeline."""
 
     adam.adam_step_ = no_launch
     try:
@@ -26,9 +32,12 @@ def copies_only() -> Iterator[None]:
 
 
 def run_copies_only(optimizer: FusedOffloadAdam) -> None:
-    """Streams the state through the GPU and back, bit for bit, and waits; parameters stay as they are.
+    """Streams the state through the GPU and back, bit for bit, and waits.
 
-    The optimizer has stepped before: a first step reads no state and would write back whatever its slots hold.
+    Parameters stay as they are.
+
+    The optimizer has stepped before: a first step reads no state and would write back whatever its
+    slots hold.
     """
     assert all(int(group.get("step", 0)) > 0 for group in optimizer.param_groups), "take a real step first"
     steps = [group["step"] for group in optimizer.param_groups]

@@ -47,7 +47,10 @@ class CopyStreams:
                     cuda_driver.copy_to_host_async(up.host_address, up.device_address, up.nbytes, d2h)
 
     def time_ms(self, to_device: Sequence[Copy], to_host: Sequence[Copy]) -> float:
-        """Enqueues copies and waits; returns the time until the last direction is done, by CUDA events."""
+        """Enqueues copies and waits.
+
+        Returns the time until the last direction is done, by CUDA events.
+        """
         torch.cuda.synchronize(self.device)
         current = torch.cuda.current_stream(self.device)
         start = _event(current)
@@ -68,17 +71,18 @@ def _event(stream: Any) -> torch.cuda.Event:
 class PlainDuplex:
     """Copies an optimizer's slabs both ways at once, in one size of copy and without any order between the directions.
 
-    A mirror of the slabs on the GPU is the other end of both directions. So every byte that arrives on the host is the
-    one that was there: the state stays as it is. The write-back runs half a slab ahead of the prefetch, so that neither
-    direction finds in a cache what the other just left there.
+    A mirror of the slabs on the GPU is the other end of both directions. So every byte that arrives
+    on the host is the one that was there: the state stays as it is. The write-back runs half a slab
+    ahead of the prefetch, so that neither direction finds in a cache what the other just left
+    there.
     """
 
     def __init__(self, slabs: Sequence[torch.Tensor], device: torch.device, copy_sizes: Sequence[int]) -> None:
         mirrors = [torch.empty(slab.numel(), dtype=torch.uint8, device=device) for slab in slabs]
         self._slabs, self._mirrors = slabs, mirrors  # the copies know addresses only
         self._streams = CopyStreams(device)
-        # No copy may cross from one registration of host memory into another, so each slab is cut by itself. Cut ahead
-        # of time: making thousands of tuples is not the link's work.
+        # No copy may cross from one registration of host memory into another, so each slab is cut
+        # by itself. Cut ahead of time: making thousands of tuples is not the link's work.
         self._copies = {
             nbytes: [copy for slab, mirror in zip(slabs, mirrors, strict=True) for copy in cut(slab, mirror, nbytes)]
             for nbytes in copy_sizes

@@ -1,7 +1,8 @@
-"""How far 8-bit encodings of Adam's moments lead updates astray: the measurement behind docs/eight_bit.md.
+"""Errors of updates with 8-bit encodings of Adam's moments: the measurement of docs/eight_bit.md.
 
-The gradients of a small GPT in training on real text are recorded once. For each encoding AdamW then goes through the
-same gradients again, with moments that are encoded after every step, and each update is compared with float64's.
+The gradients of a small GPT in training on real text are recorded once. For each encoding AdamW
+then goes through the same gradients again, with moments that are encoded after every step, and each
+update is compared with float64's.
 
     python bench/encodings.py                       # some minutes on two cores
     python bench/encodings.py --steps 6 --every 64  # seconds, says nothing
@@ -44,11 +45,14 @@ _CPU = torch.device("cpu")
 _PIECE = 1024  # elements; a multiple of every block size
 
 Codec = Callable[[Tensor, int], Tensor]
-"""What remains of float32 ``[numel]`` values that are stored after a step of this number."""
+"""float32 ``[numel]`` values after an encoding in the step of this number."""
 
 
 def record_gradients(steps: int, *, seed: int = 0) -> Tensor:
-    """Clipped gradients of a GPT of 1.3 million parameters, ``[steps, numel]`` float32; parameters padded to 1,024."""
+    """Clipped gradients of a GPT of 1.3 million parameters, ``[steps, numel]`` float32.
+
+    Parameters padded to 1,024.
+    """
     size = train_gpt.SIZES["small"]
     torch.manual_seed(seed)
     model = train_gpt.GPT(size, _CPU).float()
@@ -80,7 +84,7 @@ def gradient_sets(recorded: Tensor) -> dict[str, Tensor]:
 
 
 class Error(NamedTuple):
-    """How far updates are from those of float64.
+    """Errors of updates against those of float64.
 
     Attributes:
         relative: root mean square over elements and steps, in units of that of the updates.
@@ -153,7 +157,7 @@ class StoredFormat:
         self._format, self._moment = format, moment
 
     def __call__(self, values: Tensor, step: int) -> Tensor:
-        """What remains."""
+        """Values after encoding and decoding."""
         numel = values.numel()
         scale = torch.empty(numel // SCALE_BLOCK) if self._format.scaled else None
         stored = Stored(self._format, torch.empty(numel, dtype=self._format.dtype), scale)
@@ -168,7 +172,8 @@ class Table:
     Args:
         grid: the numbers, ascending.
         block: elements that share a scale.
-        rounding: ``"nearest"``, ``"up"`` (away from zero) or ``"stochastic"`` with numbers of its own at every step.
+        rounding: ``"nearest"``, ``"up"`` (away from zero) or ``"stochastic"`` with numbers of its
+            own at every step.
         keep_nonzero: whether positive values are kept at the smallest positive number.
     """
 
@@ -179,7 +184,7 @@ class Table:
         self._block, self._rounding, self._keep_nonzero = block, rounding, keep_nonzero
 
     def __call__(self, values: Tensor, step: int) -> Tensor:
-        """What remains."""
+        """Values after encoding and decoding."""
         rows = values.view(-1, self._block).double()
         scale = rows.abs().amax(dim=1, keepdim=True).clamp(min=2.0**-149)
         quotient = (rows / scale).flatten()
@@ -213,7 +218,10 @@ def e4m3_grid(*, signed: bool) -> Tensor:
 
 
 def dynamic_grid(*, signed: bool) -> Tensor:
-    """The dynamic map of Dettmers et al. (arXiv:2110.02861): each decade has twice the numbers of the one below."""
+    """The dynamic map of Dettmers et al. (arXiv:2110.02861).
+
+    Each decade has twice the numbers of the one below.
+    """
     positive = []
     for decade in range(7):
         edges = torch.linspace(0.1, 1, 2 ** (decade + (0 if signed else 1)) + 1, dtype=torch.float64)
@@ -224,7 +232,7 @@ def dynamic_grid(*, signed: bool) -> Tensor:
 
 
 def first_moment_codecs() -> dict[str, Codec]:
-    """What is compared for ``exp_avg``."""
+    """Encodings compared for ``exp_avg``."""
     return {
         "e4m3": Table(e4m3_grid(signed=True)),
         "dynamic map, block 256": Table(dynamic_grid(signed=True), block=256),
@@ -248,7 +256,7 @@ def first_moment_codecs() -> dict[str, Codec]:
 
 
 def second_moment_codecs() -> dict[str, Codec]:
-    """What is compared for ``exp_avg_sq``."""
+    """Encodings compared for ``exp_avg_sq``."""
 
     def table(grid: Tensor, **arguments: Any) -> Table:
         return Table(grid, keep_nonzero=True, **arguments)
@@ -276,7 +284,9 @@ def second_moment_codecs() -> dict[str, Codec]:
 
 
 def peer_updates(name: str, exact: ExactUpdates) -> Callable[[Tensor, int], Tensor]:
-    """Updates of another package's own 8-bit AdamW: what it subtracts from zero with a learning rate of 1.
+    """Updates of another package's own 8-bit AdamW.
+
+    What it subtracts from zero with a learning rate of 1.
 
     Raises:
         ImportError: where it is not installed.

@@ -1,4 +1,6 @@
-"""Trains all parameters of a decoder of 13 billion on one GPU: tokens a second, memory, and what the step adds.
+"""Trains all parameters of a decoder of 13 billion on one GPU.
+
+Tokens a second, memory, and what the step adds.
 
     python bench/large_model.py --results FILE.json                          # gradients held, clipping on
     python bench/large_model.py --results FILE.json --window-bytes auto
@@ -6,10 +8,11 @@
     python bench/large_model.py --results FILE.json --find-largest --in-backward --moments uint8
     python bench/large_model.py --tiny --device cpu                          # seconds, says nothing
 
-Random weights in bfloat16, made on the GPU; real text (sources of the machine's Python packages, as `quality.py` reads
-them); a checkpoint around every block; the loss in float32, a few tokens at a time. The state is a 16-bit remainder and
-two moments in page-locked host memory. Each case is a process of its own, and what `fused-offload plan` predicts is
-recorded beside what was measured. Results are added to those that the file has already.
+Random weights in bfloat16, made on the GPU; real text (sources of the machine's Python packages, as
+`quality.py` reads them); a checkpoint around every block; the loss in float32, a few tokens at a
+time. The state is a 16-bit remainder and two moments in page-locked host memory. Each case is a
+process of its own, and what `fused-offload plan` predicts is recorded beside what was measured.
+Results are added to those that the file has already.
 """
 
 from __future__ import annotations
@@ -55,7 +58,10 @@ GPU_RESERVE_BYTES = 10**9
 """GPU memory that it leaves to the allocator's rounding."""
 PEAK_LR = 1e-4
 WARM_UP = 2000
-"""Iterations of linear warm-up. A model of this width that starts at the full rate predicts the same for all tokens."""
+"""Iterations of linear warm-up.
+
+A model of this width that starts at the full rate predicts the same for all tokens.
+"""
 
 TINY = {"layers": 2, "width": 128, "vocab": 512, "length": 32, "batch": 2, "iterations": 3, "text_bytes": 2**20}
 
@@ -95,9 +101,9 @@ def param_numel(layers: int, options: argparse.Namespace) -> int:
 def other_bytes(layers: int, options: argparse.Namespace) -> int:
     """Estimates what a pass needs on the GPU beside parameters and gradients, an upper bound.
 
-    Kept are the input of every block, the activations and gradients of the block that is computed again (34 times its
-    width), the logits of one part of the loss in bfloat16 and float32 with gradients, and gradients of embedding and
-    output layer before they are added up.
+    Kept are the input of every block, the activations and gradients of the block that is computed
+    again (34 times its width), the logits of one part of the loss in bfloat16 and float32 with
+    gradients, and gradients of embedding and output layer before they are added up.
     """
     tokens = options.batch * options.length
     activations = 2 * tokens * options.width * (layers + 34)
@@ -141,7 +147,7 @@ def build_optimizer(params: list[nn.Parameter], options: argparse.Namespace) -> 
 
 
 def predict(options: argparse.Namespace, gpu_bytes: int, host_bytes: int) -> Record:
-    """What ``fused-offload plan --json`` says of the run."""
+    """Output of ``fused-offload plan --json`` for the run."""
     arguments = [
         *("plan", "--json", "--params", str(param_numel(options.layers, options))),
         *("--master", "remainder", "--moments", options.moments, "--window-bytes", str(options.window_bytes)),
@@ -277,7 +283,10 @@ def say(text: str) -> None:
 
 
 def run_case(options: argparse.Namespace, path: Path) -> None:
-    """Trains one model and keeps the file up to date; what it lacks in memory is written there, too."""
+    """Trains one model and keeps the file up to date.
+
+    What it lacks in memory is written there, too.
+    """
     record: Record = {}
     try:
         for record in case_records(options):
@@ -343,7 +352,7 @@ def case_records(options: argparse.Namespace) -> Iterator[Record]:
 
 
 def summary(iterations: list[Iteration], optimizer: FusedOffloadAdam, record: Record, device: torch.device) -> Record:
-    """What the iterations so far say; the first ones are warm-up as soon as there are others."""
+    """Results of the iterations so far, without the warm-up as soon as there are others."""
     timed = iterations[min(2, len(iterations) - 1) :]
     report = optimizer.memory_report()
     middle_ms = median(one.wall_ms for one in timed)
@@ -431,7 +440,7 @@ def in_words(record: Record) -> str:
 
 
 def has_trained(record: Record) -> bool:
-    """Whether a case stepped at least twice, with all memory taken, in numbers."""
+    """True if a case stepped at least twice, with all memory taken, in numbers."""
     losses = [one["loss"] for one in record.get("iterations", [])]
     return len(losses) >= 2 and all(map(math.isfinite, losses))
 
@@ -458,7 +467,10 @@ def largest_layers(options: argparse.Namespace, gpu_bytes: int, host_bytes: int)
 
 
 def find_largest(options: argparse.Namespace, results: Record) -> Iterator[tuple[str, Record]]:
-    """Tries the largest model that should fit, then smaller ones until one trains; yields every case."""
+    """Tries the largest model that should fit, then smaller ones until one trains.
+
+    Yields every case.
+    """
     began = time.perf_counter()
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # asking takes memory of the GPU
         gpu_bytes, host_bytes = pool.submit(limits, options).result()

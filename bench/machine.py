@@ -30,7 +30,10 @@ _PACKAGES = (
 
 
 def machine_facts() -> dict[str, Any]:
-    """Everything, None where this machine does not say. Taken right after the benchmarks: an idle link slows down."""
+    """Everything, None where this machine does not say.
+
+    Taken right after the benchmarks: an idle link slows down.
+    """
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
@@ -95,7 +98,10 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, marked if it has changes; GIT_COMMIT where the tree came without its history."""
+    """The checkout's commit, marked if it has changes.
+
+    GIT_COMMIT where the tree came without its history.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *arguments]
@@ -128,7 +134,7 @@ def _gpu_facts() -> dict[str, Any]:
 
 
 def _nvml_facts(uuid: str) -> dict[str, Any]:
-    """What only NVML knows; empty without nvidia-ml-py, None for what a virtual machine hides."""
+    """Facts from NVML; empty without nvidia-ml-py, None for values that a virtual machine hides."""
     try:
         import pynvml
 

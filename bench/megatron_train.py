@@ -1,10 +1,13 @@
-"""Trains a Megatron-Core GPT with one optimizer after another: bits, GPU memory of each iteration, time of the step.
+"""Trains a Megatron-Core GPT with one optimizer after another.
+
+Bits, GPU memory of each iteration, time of the step.
 
     python bench/megatron_train.py --results FILE.json [--cases NAME ...] [--layers 24] [--hidden 2048]
     torchrun --nproc-per-node 2 bench/megatron_train.py ...
 
-The model is Megatron's local GPT in bfloat16 under DistributedDataParallel with the distributed optimizer and gradient
-clipping, deterministic; every case starts from the same weights and sees the same tokens.
+The model is Megatron's local GPT in bfloat16 under DistributedDataParallel with the distributed
+optimizer and gradient clipping, deterministic; every case starts from the same weights and sees the
+same tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Makes docs/benchmarks.md and its pictures from bench/results/*.json: ``python bench/page.py``.
 
-``--check`` writes nothing and fails if the page is not what the results say. The pictures need matplotlib; the page is
-made from JSON alone.
+``--check`` writes nothing and fails if the page is not what the results say. The pictures need
+matplotlib; the page is made from JSON alone.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Results:
 
     @property
     def is_smoke(self) -> bool:
-        """Whether its numbers say nothing about speed."""
+        """True if its numbers say nothing about speed."""
         return bool(self.record.get("scale", {}).get("smoke"))
 
     @property
@@ -79,7 +79,7 @@ class Results:
 
     @property
     def remarks(self) -> list[str]:
-        """What is known of the numbers since, written into the file by hand."""
+        """Later remarks on the numbers, written into the file by hand."""
         remarks = self.record.get("remarks", [])
         if not isinstance(remarks, list) or not all(isinstance(remark, str) for remark in remarks):
             sys.exit(f"{self.path}: remarks should be a list of texts, not {remarks!r}")
@@ -178,7 +178,7 @@ def _large_lines(record: Record) -> Iterator[str]:
 
 
 def _together_lines(together: Record) -> Iterator[str]:
-    """What `two_gpus.py` found."""
+    """Results of `two_gpus.py`."""
     ranks = range(together["ranks"])
     for format, record in together["forms"].items():
         yield from ("", f"### {format}: {record['param_numel']:,} parameters on each of {len(ranks)} GPUs, ms", "")
@@ -236,7 +236,7 @@ def _checksum(value: int | None) -> str:
 
 
 def _tuning_lines(record: Record) -> Iterator[str]:
-    """What ``fused-offload tune --json`` printed."""
+    """Output of ``fused-offload tune --json``."""
     key = record["profile"]["key"]
     versions = ", ".join(f"{name} {version}" for name, version in key["versions"].items())
     yield f"{key['gpu']}, link {key['link']}; {key['host']}; {versions}; {record['profile']['measured']}"
@@ -273,7 +273,7 @@ def _tuning_lines(record: Record) -> Iterator[str]:
 
 
 def _has_steps(results: Results, *kinds: str) -> bool:
-    """Whether there are rows of these kinds for each stored format."""
+    """Tells whether there are rows of these kinds for each stored format."""
     return all(f"step/{format}/{kind}" in results.rows for format in _FORMATS for kind in kinds)
 
 
@@ -319,14 +319,14 @@ def _kind(name: str, note: str) -> str:
 
 
 def _added_ms(results: Results) -> dict[str, float]:
-    """What each case with state on the host adds to the one without, where that ran, too."""
+    """Time that each case with state on the host adds to the one without, if that ran, too."""
     return {
         name: case["added_ms"] for name, case in results.loop.items() if case.get("host_bytes") and "added_ms" in case
     }
 
 
 def draw_loop(axis: Any, results: Results) -> None:
-    """What the optimizer adds to an iteration, by window."""
+    """Time that the optimizer adds to an iteration, by window."""
     added_ms = _added_ms(results)
     axis.barh(list(added_ms), list(added_ms.values()))
     axis.invert_yaxis()
@@ -345,7 +345,7 @@ _TRAINED = (
 
 
 def draw_training(axis: Any, results: Results) -> None:
-    """What ours and others add to an iteration without an optimizer."""
+    """Time that our optimizer and others add to an iteration without one."""
     compared = {name: case for name, case in results.loop.items() if "over_none_ms" in case}
     shown = {name: compared[name] for name in _TRAINED if name in compared}
     shown |= {name: case for name, case in compared.items() if case.get("note")}
@@ -407,7 +407,10 @@ def page(everything: list[Results]) -> str:
 
 
 def _wrapped(line: str) -> str:
-    """A line of prose at the page's width; tables, headings and pictures are one line in Markdown."""
+    """A line of prose at the page's width.
+
+    Tables, headings and pictures are one line in Markdown.
+    """
     if len(line) <= _WIDTH or line.startswith(("|", "#", "![")) or "\n" in line:
         return line
     return textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False)

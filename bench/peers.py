@@ -37,7 +37,8 @@ class Ready(NamedTuple):
     Attributes:
         step: everything from gradients to final parameters.
         params: where the result is.
-        extra_is_gpu_state: whether GPU memory at the peak is the optimizer's own; not if ``step`` makes gradients.
+        extra_is_gpu_state: whether GPU memory at the peak is the optimizer's own; not if ``step``
+            makes gradients.
     """
 
     step: Callable[[], Any]
@@ -52,7 +53,8 @@ class Peer(NamedTuple):
         name: of its row.
         note: what it keeps, and where.
         build: makes it from bfloat16 parameters with gradients.
-        build_to_train: the same for a training loop, which makes the gradients; None where ``build`` serves it, too.
+        build_to_train: the same for a training loop, which makes the gradients; None where
+            ``build`` serves it, too.
         note_to_train: the note there, where it is another.
     """
 
@@ -67,7 +69,8 @@ class Peer(NamedTuple):
 
 
 def _torch_resident(params: list[torch.nn.Parameter]) -> Ready:
-    # torch's fused kernel wants gradients of the parameters' dtype, so masters in float32 mean a cast each way.
+    # torch's fused kernel wants gradients of the parameters' dtype, so masters in float32 mean a
+    # cast each way.
     masters = [param.detach().float().requires_grad_() for param in params]
     for master in masters:
         master.grad = torch.empty_like(master)
@@ -128,8 +131,8 @@ def _torchao(params: list[torch.nn.Parameter]) -> Ready:
 
     def step() -> None:
         optimizer.zero_grad()
-        # It copies each gradient to the host in a hook of backward. This is the cheapest backward there is: every
-        # parameter is its own loss, and gets its gradient as a copy.
+        # It copies each gradient to the host in a hook of backward. This is the cheapest backward
+        # there is: every parameter is its own loss, and gets its gradient as a copy.
         torch.autograd.backward(params, grads)
         optimizer.step()
 
@@ -158,7 +161,10 @@ def _torch_cpu_in_training(params: list[torch.nn.Parameter]) -> Ready:
 
 
 def _with_masters_on_the_cpu(params: list[torch.nn.Parameter], make: Callable[[list[torch.Tensor]], Any]) -> Ready:
-    """As ZeRO-Offload does it: float32 masters and gradients in page-locked memory, parameters cast and copied back."""
+    """As ZeRO-Offload does it.
+
+    Float32 masters and gradients in page-locked memory, parameters cast and copied back.
+    """
     device = params[0].device
     pin = device.type == "cuda"
     masters = []
@@ -195,7 +201,8 @@ def _bitsandbytes(name: str) -> Callable[[list[torch.nn.Parameter]], Ready]:
 def _megatron_hybrid(*, overlap: bool) -> Callable[[list[torch.nn.Parameter]], Ready]:
     def build(params: list[torch.nn.Parameter]) -> Ready:
         optimizer_class = import_peer("megatron.core.optimizer.cpu_offloading", "HybridDeviceOptimizer")
-        # As megatron.core.optimizer makes it for --optimizer-cpu-offload. All is offloaded, so the GPU's class is idle.
+        # As megatron.core.optimizer makes it for --optimizer-cpu-offload. All is offloaded, so the
+        # GPU's class is idle.
         optimizer = optimizer_class(
             [{"params": params}],
             offload_fraction=1.0,

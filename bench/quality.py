@@ -1,13 +1,14 @@
-"""What narrow moments cost in held-out loss: one GPT, the same text, one stored format after another.
+"""Cost of narrow moments in held-out loss: one GPT, one text, one stored format after another.
 
     python bench/quality.py --results FILE.json                     # all formats, three seeds, two beta2: 24 runs
     python bench/quality.py --results FILE.json --forms bf16-stochastic --seeds 0 --beta2 0.999
     python bench/quality.py --tiny --device cpu                     # seconds, says nothing
 
-The text is the source code of whatever Python packages the machine has, split into words; a word that is not among the
-most frequent ones is its bytes. Rare words make embedding rows that most steps give no gradient. State stays on the GPU
-(`fraction=0`), which gives the bits of any other place. Each run is added to the file when it ends; a run that the file
-has already is not repeated, so a call that was cut short goes on where it ended.
+The text is the source code of whatever Python packages the machine has, split into words; a word
+that is not among the most frequent ones is its bytes. Rare words make embedding rows that most
+steps give no gradient. State stays on the GPU (`fraction=0`), which gives the bits of any other
+place. Each run is added to the file when it ends; a run that the file has already is not repeated,
+so a call that was cut short goes on where it ended.
 """
 
 from __future__ import annotations
@@ -187,7 +188,7 @@ class Case(NamedTuple):
     beta2: float
 
     def is_that_of(self, run: dict[str, Any], size: Size, options: argparse.Namespace) -> bool:
-        """Whether a run of the results file is this one."""
+        """True if a run of the results file is this one."""
         same = all(run[key] == value for key, value in self._asdict().items())
         return same and run["size"] == asdict(size) and run["eps"] == options.eps and run.get("lr") == options.lr
 

@@ -9,7 +9,7 @@ from typing import Any
 from table import markdown
 
 ALLOWED = {"uint8": 0.003, "bf16": 0.001}
-"""How much worse than float32 a format's held-out loss may be, unless the seeds differ by more."""
+"""Tolerance of a format's held-out loss over float32, unless the seeds differ by more."""
 _SETTINGS = ("beta2", "eps", "lr", "size")
 _RUNS = ("form", "beta2", "eps", "seed", "bytes a parameter", "held-out loss", "over float32", "allowed")
 _FORMATS = ("form", "beta2", "eps", "seeds", "mean held-out loss", "spread of seeds", "over float32, mean", "by seed")

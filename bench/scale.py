@@ -1,4 +1,4 @@
-"""How much each benchmark does: full size on a GPU, less on a CPU, and the least of everything in a smoke test."""
+"""Amount of work of each benchmark: full on a GPU, less on a CPU, the least in a smoke test."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Scale:
         numel: parameters in all.
         tensors: how many tensors they are split into.
         rounds: timed repetitions; rows give their median.
-        compared_rounds: the same for a step and the copies that it is compared with, whose times differ from one round
-            to the next by more than what is looked for.
+        compared_rounds: the same for a step and the copies that it is compared with, whose times
+            differ from one round to the next by more than what is looked for.
         warmup_rounds: repetitions before them: compilation, allocation, clocks.
         launches: kernels timed as one, so that what the host does before the first does not count.
         link_bytes: bytes that one measurement of the link moves each way, at least.
@@ -65,7 +65,7 @@ class Scale:
 
 
 def full_scale(numel: int) -> Scale:
-    """What numbers are published from."""
+    """Scale of the published numbers."""
     return Scale(numel=numel)
 
 

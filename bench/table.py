@@ -1,4 +1,6 @@
-"""Prints a results file as Markdown tables: ``python bench/table.py results.json`` or ``python -m bench.table ...``.
+"""Prints a results file as Markdown tables.
+
+``python bench/table.py results.json`` or ``python -m bench.table ...``.
 
 Reads JSON and nothing else, so it also works where the package is not installed.
 """
@@ -137,7 +139,7 @@ def suite_tables(suite: str, rows: list[Record]) -> Iterator[str]:
 
 
 def machine_lines(results: Record) -> Iterator[str]:
-    """Where the numbers are from."""
+    """Origin of the numbers."""
     machine = results["machine"]
     gpu = machine["gpu"] or {}
     width = gpu.get("pcie_width") or gpu.get("pcie_width_max")

@@ -29,8 +29,8 @@ def launches_ms(launch: Callable[[], Any], count: int, device: torch.device) -> 
         for _ in range(count):
             launch()
         return (time.perf_counter() - start) * 1e3 / count
-    # One more launch first keeps the GPU busy until the host is ahead of it: what it takes to prepare a launch is not
-    # the kernel's time.
+    # One more launch first keeps the GPU busy until the host is ahead of it: what it takes to
+    # prepare a launch is not the kernel's time.
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     launch()
     start.record()

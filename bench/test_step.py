@@ -42,7 +42,7 @@ def timed_step(optimizer: FusedOffloadAdam, device: torch.device) -> StepTime:
 
 
 class LinkTimes(NamedTuple):
-    """What the link took for the bytes of a step.
+    """Time of the link for the bytes of a step.
 
     Attributes:
         copies_ms: the step's own chunks without kernels.
@@ -58,10 +58,10 @@ class LinkTimes(NamedTuple):
 
 
 class LinkRounds:
-    """What a step is compared with, measured right before it: its copies without kernels, and plain duplex copies.
+    """Baselines of a step, measured right before it: its copies alone, and plain duplex copies.
 
-    The best size of the plain copies is chosen first and then measured anew. The best of several medians is better
-    than what it was drawn from.
+    The best size of the plain copies is chosen first and then measured anew. The best of several
+    medians is better than what it was drawn from.
     """
 
     def __init__(self, optimizer: FusedOffloadAdam, device: torch.device, scale: Scale) -> None:
@@ -90,7 +90,8 @@ class LinkRounds:
         """One round of both."""
         self._plain.refresh()
         self._plain_ms.append(self._plain_once(self._best_mib))
-        # Last, right before the step: a link that slows down between the two would pass for the price of computing.
+        # Last, right before the step: a link that slows down between the two would pass for the
+        # price of computing.
         self._copies_ms.append(wall_ms(partial(run_copies_only, self._optimizer), self._device))
 
     def times(self, rounds: int) -> LinkTimes:
@@ -161,7 +162,7 @@ def step_rows(
 
 
 def check_that_copies_change_nothing(optimizer: FusedOffloadAdam, link: LinkRounds, params: list[Any]) -> None:
-    """What the step is compared with moves the same bytes to the same places, or the comparison means nothing."""
+    """The baseline moves the same bytes to the same places as the step."""
     views = [view for param in (params[0], params[-1]) for view in optimizer.state[param].values()]
     assert not any(view.isnan().any() for view in views if view.is_floating_point())  # a NaN equals nothing
     before = [view.clone() for view in views]
@@ -173,7 +174,10 @@ def check_that_copies_change_nothing(optimizer: FusedOffloadAdam, link: LinkRoun
 
 
 def test_many_small_tensors(benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device) -> None:
-    """Thousands of tiny parameters against the same bytes in a few: the price of a tensor is the host's."""
+    """Thousands of tiny parameters against the same bytes in a few.
+
+    The price of a tensor is the host's.
+    """
     format = FORMAT_12B
     few_numel = scale.small_tensors * scale.small_numel // scale.few_tensors
     many = make_params(scale.small_numel, scale.small_tensors, device)
@@ -216,7 +220,10 @@ def test_many_small_tensors(benchmark: BenchmarkFixture, scale: Scale, rows: Row
 
 
 def test_the_share_of_the_host(benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device) -> None:
-    """As many parameters as a model of some ten layers has: what the host does for them is little beside the copies."""
+    """As many parameters as a model of some ten layers has.
+
+    What the host does for them is little beside the copies.
+    """
     format, tensors = FORMAT_12B, min(_MODEL_TENSORS, scale.tensor_numel * scale.tensors)
     numel = scale.tensor_numel * scale.tensors // tensors
     params = make_params(numel, tensors, device)
@@ -246,7 +253,10 @@ def test_the_share_of_the_host(benchmark: BenchmarkFixture, scale: Scale, rows: 
 
 
 def test_resident_against_torch(benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device) -> None:
-    """With fraction=0 nothing is offloaded; torch's fused AdamW then does the same work on the same bytes."""
+    """With fraction=0 nothing is offloaded.
+
+    Torch's fused AdamW then does the same work on the same bytes.
+    """
     numel, tensors = scale.tensor_numel, scale.tensors
     ours, theirs = (make_params(numel, tensors, device, torch.float32) for _ in range(2))
     memory = PeakMemory(device)

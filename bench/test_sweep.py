@@ -20,7 +20,10 @@ from fused_offload.step.devices import Engine
 
 
 class Swept(NamedTuple):
-    """One optimizer for all points of a format: its memory is page-locked once, and every point uses the same pages."""
+    """One optimizer for all points of a format.
+
+    Its memory is page-locked once, and every point uses the same pages.
+    """
 
     format: StoredFormat
     params: list[torch.nn.Parameter]
@@ -38,7 +41,10 @@ def swept(request: pytest.FixtureRequest, scale: Scale, device: torch.device) ->
 
 
 def reconfigure(optimizer: FusedOffloadAdam, config: OffloadConfig) -> None:
-    """Lets the next step stream by another configuration; a ring is never made smaller otherwise."""
+    """Lets the next step stream by another configuration.
+
+    A ring is never made smaller otherwise.
+    """
     optimizer.synchronize()
     optimizer.release_gpu_memory()
     optimizer.offload = config

@@ -1,4 +1,4 @@
-"""What ``fused-offload tune`` chose against the defaults and the link, on other sizes than it measured."""
+"""Choices of ``fused-offload tune`` against the defaults and the link, on other sizes."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ def test_tuned(
         swept: dict[Streaming, float] = {}
         if request.config.getoption("sweep"):
             swept = sweep(steps, {*candidates(state_bytes), auto}, more_often(scale.rounds, state_bytes))
-            # The least of many medians is less than that way takes: it is timed anew beside what it is compared with.
+            # The least of many medians is less than that way takes: it is timed anew beside what it
+            # is compared with.
             compared["fastest"] = min(swept, key=lambda way: swept[way])
         copy_sizes = [scale.bytes_of(mib) for mib in DUPLEX_MIB]
         plain = PlainDuplex(host_slabs(steps.optimizer), device, copy_sizes)
@@ -119,7 +120,10 @@ def test_tuned(
 
 
 def more_often(rounds: int, state_bytes: int) -> int:
-    """More rounds for short steps: what disturbs them is large beside them, and they cost little."""
+    """More rounds for short steps.
+
+    What disturbs them is large beside them, and they cost little.
+    """
     return rounds * (4 if state_bytes < 100_000_000 else 2 if state_bytes < 1_000_000_000 else 1)
 
 

@@ -1,13 +1,14 @@
-"""What an optimizer adds to a training iteration: a GPT of 1.4 billion parameters, gradient clipping on.
+"""Time that an optimizer adds to a training iteration of a GPT of 1.4 billion parameters.
 
     python bench/train_loop.py --results FILE.json [--cases NAME ...]
     python bench/train_loop.py --results FILE.json --tiny --device cpu    # seconds, says nothing
 
-Every case trains the same model for a few iterations, without a synchronisation between them: ours with its state on
-the GPU, streamed, and with a window; and the other optimizers of `peers.py` that are installed. The time is that of
-whole iterations as a training loop runs them: from the beginning of one forward pass on the GPU to that of a later one.
-So every timed iteration pays for the write-back of the one before, and none for that of the last, which ends under an
-iteration that is not timed.
+Every case trains the same model for a few iterations, without a synchronisation between them: ours
+with its state on the GPU, streamed, and with a window; and the other optimizers of `peers.py` that
+are installed. The time is that of whole iterations as a training loop runs them: from the beginning
+of one forward pass on the GPU to that of a later one. So every timed iteration pays for the
+write-back of the one before, and none for that of the last, which ends under an iteration that is
+not timed.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Case(NamedTuple):
         format: key of `FORMATS`, or None for a loop without our optimizer.
         config: how the state moves.
         half: whether the window is half of the state.
-        full_gpu: whether the GPU has no more memory than the loop without an optimizer took, and the ring.
+        full_gpu: whether the GPU has no more memory than the loop without an optimizer took, and
+            the ring.
         peer: another optimizer.
     """
 
@@ -165,12 +167,13 @@ def train(case: Case, args: argparse.Namespace, baseline: dict[str, Any]) -> dic
         return train_model(case, args, model, warmup)
     finally:
         for param in model.parameters():
-            # Some peers' hooks keep the model alive, which is not to count as memory of the cases that follow.
+            # Some peers' hooks keep the model alive, which is not to count as memory of the cases
+            # that follow.
             param.grad, param.data = None, torch.empty(0, dtype=param.dtype, device=device)
 
 
 def train_model(case: Case, args: argparse.Namespace, model: nn.Module, warmup: int) -> dict[str, Any]:
-    """What a case's iterations took, and its memory.
+    """Times of a case's iterations, and its memory.
 
     Args:
         case: which.
@@ -220,7 +223,7 @@ def train_model(case: Case, args: argparse.Namespace, model: nn.Module, warmup: 
 
 
 def afterwards(trained: Trained, params: list[nn.Parameter], device: torch.device) -> dict[str, Any]:
-    """Where state is, and how long a step takes with nothing beside it."""
+    """Place of the state, and the time of a step without concurrent work."""
     result: dict[str, Any] = {}
     if trained.attachment is not None:
         trained.attachment.detach()
@@ -294,7 +297,10 @@ def check_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the cases and writes the results. Exit codes: 0 all that is installed ran, 1 some failed."""
+    """Runs the cases and writes the results.
+
+    Exit codes: 0 all that is installed ran, 1 some failed.
+    """
     args = parse(arguments)
     device = torch.device(args.device)
     make_current(device)

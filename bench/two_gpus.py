@@ -3,18 +3,20 @@
     torchrun --nproc-per-node 2 bench/two_gpus.py --results FILE.json
     torchrun --nproc-per-node 2 bench/two_gpus.py --tiny --device cpu      # seconds, says nothing
 
-Every rank has a billion parameters of its own and its own link; host memory they share. In each round all ranks start
-together, after a barrier, with
-- ``plain-duplex``: the bytes of a step both ways at once, in copies of the size that is fastest on all ranks;
-- ``turns-opposite``: the same bytes one way at a time, half of the ranks to the device while the other half goes to the
-  host, then the other way round;
+Every rank has a billion parameters of its own and its own link; host memory they share. In each
+round all ranks start together, after a barrier, with
+- ``plain-duplex``: the bytes of a step both ways at once, in copies of the size that is fastest on
+  all ranks;
+- ``turns-opposite``: the same bytes one way at a time, half of the ranks to the device while the
+  other half goes to the host, then the other way round;
 - ``turns-same``: all ranks to the device, then all to the host;
 - ``one-at-a-time``: one rank after the other, both ways at once;
 - ``copies-only``: the step with the launch of its kernel taken out;
 - ``whole-step``: the step and its write-back.
 
-Turns change once in each round, between all bytes of one and all of the other. A step would have to change far more
-often, and each time wait for the other GPU, so this is the best that turns could be.
+Turns change once in each round, between all bytes of one and all of the other. A step would have to
+change far more often, and each time wait for the other GPU, so this is the best that turns could
+be.
 """
 
 from __future__ import annotations
@@ -174,7 +176,7 @@ def measure(format: StoredFormat, options: argparse.Namespace, device: torch.dev
 
 
 def summary(samples: dict[str, list[float]], state_bytes: int) -> Record:
-    """What one rank measured."""
+    """Measurements of one rank."""
     middle = {name: median(times) for name, times in samples.items()}
     return {
         "median_ms": middle,
@@ -190,7 +192,7 @@ def all_ranks_ms(everyone: Sequence[dict[str, list[float]]]) -> dict[str, float]
 
 
 def verdicts(everyone: Sequence[dict[str, list[float]]]) -> Record:
-    """Whether the step is as fast as it should be on each GPU, and whether turns would be faster; None on a CPU."""
+    """Verdicts on the step's speed on each GPU, and on taking turns; None on a CPU."""
     if "plain-duplex" not in everyone[0]:
         return {"step_reaches_share": None, "turns_win": None}
     shares = [median(one["plain-duplex"]) / median(one["whole-step"]) for one in everyone]
