@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import helpers
@@ -295,6 +296,16 @@ def test_skips_that_the_host_learns_late(device: str, change: str) -> None:
         optimizer.step()
         optimizer.synchronize()
         assert optimizer.param_groups[0]["step"] == 8
+
+
+@pytest.mark.parametrize(
+    ("devices", "expected"),
+    [((), False), (("cpu",), False), (("cuda:0",), True), (("cuda:0", "cuda:1"), False), (("cpu", "cuda:0"), False)],
+)
+def test_one_gpu_skips_on_its_own(devices: tuple[str, ...], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stepper = make("cpu")[0]._stepper
+    monkeypatch.setattr(stepper, "_watch", SimpleNamespace(devices={torch.device(name) for name in devices}))
+    assert stepper.on_one_gpu() == expected
 
 
 class FlagOnAGpu(torch.Tensor):

@@ -208,6 +208,9 @@ def test_stepping_in_backward_needs_no_memory_for_gradients_and_hides_the_step(
     assert report["gpu_bytes"]["grads"] == 24 * 2**20
     assert report["predicted"]["exposed_ms_at_least"] == 0
     assert report["predicted"]["hidden_bytes"] == report["host_bytes"]["rank"]
+    waiting = "Gradients wait on the GPU until there are 24 MiB of them"
+    assert [note for note in report["notes"] if note.startswith(waiting)]
+    assert not any(note.startswith(waiting) for note in plan(capsys, "--params", "1e9")["notes"])
     assert plan(capsys, "--params", "1e6", "--step-in-backward")["gpu_bytes"]["grads"] == 2 * 10**6
     for window in ("auto", "5GB"):
         assert main(["plan", "--params", "1e9", "--step-in-backward", "--window-bytes", window]) == 2

@@ -216,15 +216,19 @@ def window(device: Device) -> list[Snapshot]:
         device.random(300).mul_(2)
         if number == 1:
             optimizer.cancel_prefetch()
+            assert not optimizer.window_bytes()
             device.random(300).mul_(2)
             optimizer.prefetch()
         device.step(optimizer, without=0 if number == 2 else None)
         optimizer.last_step_report()
     seen = device.snapshot(optimizer)
-    optimizer.last_step_report()  # of events that have all happened
     if device.sim is not None:
         device.random(300)
         torch.cuda.synchronize()
+        report = optimizer.last_step_report()  # of events that have all happened
+        assert report is not None
+        assert 0 < report.prefetched_share < 1
+        assert report.bytes_to_device == report.bytes_to_host
         for _ in range(100):
             device.random(1)
         optimizer.prefetch()
@@ -418,6 +422,25 @@ def run(scenario: Scenario, schedule: Schedule) -> None:
 def test_any_legal_order_gives_the_same_bits(scenario: Scenario) -> None:
     for schedule in SCHEDULES:
         run(scenario, schedule)
+
+
+def another_way_to_stream(device: Device) -> list[Snapshot]:
+    """As tuning changes it; the ring of the way before is given back, though another optimizer is on the device."""
+    optimizer, other = make(device.params()), make(device.params())
+    device.step(other)
+    seen = []
+    for options in ({"transport": "zero_copy"}, {"chunk_bytes": CHUNK_BYTES, "depth": 3}, {"transport": "zero_copy"}):
+        device.step(optimizer)
+        seen.append(device.snapshot(optimizer))
+        optimizer._stepper.reconfigure(OffloadConfig(**options))
+        device.step(optimizer)
+        ring = optimizer.memory_report().ring_bytes
+        assert (ring > 0) == (device.sim is not None and "depth" in options)
+    return [*seen, device.snapshot(optimizer)]
+
+
+def test_a_way_to_stream_leaves_nothing_to_the_next() -> None:
+    run(another_way_to_stream, SCHEDULES[0])
 
 
 # -- the same with one wait less ---------------------------------------------------------------------------------

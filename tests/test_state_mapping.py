@@ -309,6 +309,17 @@ def test_values_are_copied_in(device: torch.device, kind: str) -> None:
     assert view.any()  # nothing that a caller keeps is adopted
 
 
+@pytest.mark.parametrize("key", [*MOMENTS, "master_param"])
+def test_an_entry_is_written_by_a_union_in_place(device: torch.device, key: str) -> None:
+    params, optimizer = make(device, "fp32")
+    entry = kept = optimizer.state[params[1]]
+    view, values = entry[key], torch.rand(3, 43, device=device)
+    entry |= {key: values}
+    assert entry is kept
+    assert entry[key] is view
+    assert_same_bits(view, values)
+
+
 def test_a_square_view_may_be_written_back_transposed(device: torch.device) -> None:
     param = torch.nn.Parameter(torch.randn(6, 6, device=device))
     optimizer = FusedOffloadAdam([param])
@@ -641,6 +652,28 @@ def test_an_entry_moves_to_a_parameter_of_other_strides(device: torch.device, fo
             assert_same_bits(one, other)
         if format != "fp16":
             assert_same_training(optimizer, params, undisturbed, twins)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+def test_an_entry_moves_to_a_parameter_of_another_dtype(device: torch.device, dtypes: Any) -> None:
+    """Its moments do; a master weight is kept exactly where the new parameter needs one."""
+    optimizers = []
+    for dtype in (dtypes[0], dtypes[1]):
+        params = make_params(device, dtype)
+        optimizer = FusedOffloadAdam(params, **HYPERPARAMETERS, master_weights=True)
+        train(optimizer, params, range(2))
+        optimizers.append((params, optimizer))
+    (params, optimizer), (twins, undisturbed) = optimizers
+    old, new = params[1], torch.nn.Parameter(twins[1].detach().clone())
+    moments = {key: optimizer.state[old][key].clone() for key in MOMENTS}
+    optimizer.state[new] = optimizer.state.pop(old)
+    replace(optimizer, old, new)
+    assert list(optimizer.state[new]) == list(undisturbed.state[twins[1]])
+    for key in MOMENTS:
+        assert_same_bits(optimizer.state[new][key], moments[key])
+    params[1] = new
+    train(optimizer, params, range(2, 3))
+    assert optimizer.state_dict()["state"][1].keys() == undisturbed.state_dict()["state"][1].keys()
 
 
 def test_a_moved_entry_without_masters_takes_the_new_parameter(device: torch.device) -> None:

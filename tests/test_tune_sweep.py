@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tune_ways import timed
 
 from fused_offload.config import LEAST_DEFAULT_CHUNK_BYTES
+from fused_offload.memory.pinned import PinnedSlab
 from fused_offload.plan.transfer_settings import Streaming, default_streaming
 from fused_offload.profiles import profile_files as profiles
 from fused_offload.profiles.machine_key import MachineKey
@@ -346,3 +347,47 @@ def test_what_is_timed_alone_is_a_mean_of_the_middle_half(what: str, monkeypatch
     else:
         ms = measure._time_resident(1000, device, report)
         assert ms == pytest.approx((4 * 0.7 + 2 * 1.05) / 6)
+
+
+def test_the_link_is_measured_down_up_and_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies within one slab and within the memory on the device, both ways apart; a made-up clock."""
+    link = pytest.importorskip("fused_offload.tuning.link")
+    queues = types.SimpleNamespace(h2d=types.SimpleNamespace(cuda_stream=1), d2h=types.SimpleNamespace(cuda_stream=2))
+    monkeypatch.setattr(link.DeviceQueues, "of", lambda device: queues)
+    monkeypatch.setattr(link, "PinnedSlab", lambda nbytes, **_: PinnedSlab(nbytes, pin=False))
+    monkeypatch.setattr(link, "COPY_MIB", (1, 5))
+    copies: dict[int, list[tuple[int, int, int]]] = {1: [], 2: []}
+
+    def copier(stream: int) -> Callable[..., None]:
+        def record(to: int, begin: int, nbytes: int, on: int) -> None:
+            assert on == stream
+            copies[stream].append((to, begin, nbytes))
+
+        return record
+
+    monkeypatch.setattr(link.cuda_driver, "copy_to_device_async", copier(1))
+    monkeypatch.setattr(link.cuda_driver, "copy_to_host_async", copier(2))
+
+    def took(run: Callable[[], None]) -> float:
+        for made in copies.values():
+            made.clear()
+        run()
+        down, up = copies[1], copies[2]
+        for made in (down, up):
+            assert len(set(made)) <= 1
+        if down and up:
+            assert len(down) == len(up)
+            (device_to, host_from, nbytes), (host_to, device_from, _) = down[0], up[0]
+            assert abs(device_to - device_from) >= nbytes
+            assert abs(host_to - host_from) >= nbytes
+        moved = max(sum(nbytes for *_, nbytes in made) for made in (down, up))
+        gbps = 50.0 if not up else 40.0 if not down else 30.0
+        return moved / gbps / 1e6
+
+    monkeypatch.setattr(link, "_wall_ms", took)
+    told: list[tuple[str, int, int]] = []
+    rates = link.measure_link(torch.device("cpu"), lambda *what: told.append(what))
+    assert [rate.copy_mib for rate in rates] == [1, 5]
+    for rate in rates:
+        assert (rate.h2d_gbps, rate.d2h_gbps, rate.duplex_gbps) == pytest.approx((50, 40, 30))
+    assert told == [("link", 0, 2), ("link", 1, 2), ("link", 2, 2)]
