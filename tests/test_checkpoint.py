@@ -422,6 +422,10 @@ def test_to_torch_and_back(device: torch.device, adam_w_mode: bool) -> None:
     theirs = clone_params(params)
     torch_class = torch.optim.AdamW if adam_w_mode else torch.optim.Adam
     torch_optimizer = torch_class(theirs)
+    defaults = torch_optimizer.state_dict()["param_groups"][0]
+    (saved_group,) = optimizer.torch_state_dict()["param_groups"]
+    for key in defaults.keys() - HYPERPARAMETERS.keys():
+        assert saved_group[key] == defaults[key], key
     torch_optimizer.load_state_dict(through_file(optimizer.torch_state_dict()))
     for key, value in HYPERPARAMETERS.items():
         assert torch_optimizer.param_groups[0][key] == value

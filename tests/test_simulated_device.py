@@ -424,6 +424,20 @@ def test_any_legal_order_gives_the_same_bits(scenario: Scenario) -> None:
         run(scenario, schedule)
 
 
+def test_parts_of_a_step_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited_for = []
+    of_streamed = WriteBacks.of_streamed
+
+    def noted(self: WriteBacks, window: Any) -> Any:
+        waited_for.append(tuple(of_streamed(self, window)))
+        return waited_for[-1]
+
+    monkeypatch.setattr(WriteBacks, "of_streamed", noted)
+    run(in_parts, SCHEDULES[0])
+    assert len(waited_for) > 3
+    assert len(set(waited_for)) == 3  # one for each step: what was written before its first part
+
+
 def another_way_to_stream(device: Device) -> list[Snapshot]:
     """As tuning changes it; the ring of the way before is given back, though another optimizer is on the device."""
     optimizer, other = make(device.params()), make(device.params())
