@@ -222,6 +222,7 @@ def window(device: Device) -> list[Snapshot]:
         device.step(optimizer, without=0 if number == 2 else None)
         optimizer.last_step_report()
     seen = device.snapshot(optimizer)
+    optimizer.last_step_report()
     if device.sim is not None:
         device.random(300)
         torch.cuda.synchronize()
