@@ -1,11 +1,13 @@
-"""Everything that optimizers of any update rule share: state, groups, step, checkpoints, resources."""
+"""The optimizer for any update rule: construction, step, state, checkpoints, memory."""
 
 from __future__ import annotations
 
 import abc
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,7 @@ from fused_offload.model_hooks.auto_prefetch import AutoPrefetch, check_attach_a
 from fused_offload.model_hooks.backward_step import BackwardSteps, refuse_scaler, stepped_params
 from fused_offload.params.dense import is_frozen
 from fused_offload.params.dtensors import is_offloaded_by_fsdp
+from fused_offload.params.tracker import Updates
 from fused_offload.params.validation import check_params
 from fused_offload.rules.arguments import MASTER_FORMATS, check_dtypes, check_master_dtype, check_switches
 from fused_offload.rules.base import MASTER_PARAM, UpdateRule
@@ -56,25 +59,28 @@ _NO_WINDOW = "{} does nothing: there is no window. Set OffloadConfig(window_byte
 class OffloadOptimizer(torch.optim.Optimizer):
     """An optimizer whose state lives in host memory, for any update rule.
 
-    Each `step` cuts the parameters into chunks. For each chunk it copies the state to the parameters' device, updates
-    parameters and state there in one fused kernel, and copies the state back. For parameters on the CPU the same chunks
-    are updated in place.
+    Each `step` cuts the parameters into chunks. For each chunk it copies the state to the
+    parameters' device, updates parameters and state there in one fused kernel, and copies the state
+    back. For parameters on the CPU the same chunks are updated in place.
 
-    Gradients are only read: unlike torch's fused optimizers under a gradient scaler, unscaled gradients are not written
-    back.
+    Gradients are only read: unlike torch's fused optimizers under a gradient scaler, unscaled
+    gradients are not written back.
 
     Args:
-        params: parameters (float32, bfloat16 or float16) or groups of them, one device a group. Those with gaps in
-            their memory are stepped through a copy.
-        defaults: hyperparameters of groups that do not say otherwise.
-        offload: what lives in host memory and how it moves.
+        params: parameters (float32, bfloat16 or float16) or groups of them, one device a group.
+            Parameters with gaps in their memory are stepped through a copy.
+        defaults: hyperparameters of groups that do not set their own.
+        offload: share of state in host memory, and its transfer.
         master_weights: keep ``master_param``, the copy of each parameter that updates apply to.
         master_weight_dtype: dtype of the masters, float32 or float16 (block-scaled).
-        store_param_remainders: keep float32 masters of bfloat16 parameters as 16 bits beside the parameter.
+        store_param_remainders: keep float32 masters of bfloat16 parameters as 16 bits beside the
+            parameter.
         use_decoupled_grad: read gradients from ``param.decoupled_grad`` instead of ``param.grad``.
     """
 
     _step_supports_amp_scaling = True  # torch's GradScaler hands grad_scale and found_inf to the step
+
+    # -- construction and groups -------------------------------------------------------------------
 
     def __init__(
         self,
@@ -87,7 +93,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         store_param_remainders: bool = False,
         use_decoupled_grad: bool = False,
     ) -> None:
-        """Checks what all rules share. Attributes that `_rule` reads are set before.
+        """Checks what all rules share. A subclass sets the attributes that `_rule` reads before.
 
         Raises:
             TypeError: for arguments of another type, parameters that cannot be updated among them.
@@ -137,172 +143,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._warned_of_group = False
         self._warn_of_groups(stacklevel=4)  # the caller of the subclass
 
-    # -- state ---------------------------------------------------------------------------------------------------
-
-    @property  # type: ignore[override]
-    def state(self) -> StateMapping:
-        """Parameter -> its state; see `StateMapping` and `StateEntry`."""
-        return self._store.state
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        state = self._store.state
-        if value is not state:
-            state.update(value)  # first, so that a value that is refused takes nothing away
-            for param in set(state) - set(value):
-                del state[param]
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes over attributes as torch's optimizers do; ``state`` as by assignment to it."""
-        super().__setstate__({name: value for name, value in state.items() if name != "state"})
-        if "state" in state:
-            self.state = state["state"]
-
-    def _formats_of(self, param: torch.Tensor) -> dict[str, Format]:
-        stored = self._store.stored_of(param)
-        if stored is not None and stored.extent is not None:
-            return stored.extent.layout.formats
-        formats = dict(self._rule().formats)
-        if self.master_weights:
-            remainder = self.store_param_remainders and param.dtype == torch.bfloat16
-            formats[MASTER_PARAM] = REMAINDER if remainder else MASTER_FORMATS[self.master_weight_dtype]
-        return formats
-
-    def _all_params(self) -> list[torch.Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
-
-    def _params_with_state(self) -> list[torch.Tensor]:
-        """Parameters that a step gives state: all but frozen ones, which have neither a gradient nor need one."""
-        return [p for p in self._all_params() if not is_frozen(p) or self._grad_of(p) is not None]
-
-    def _initialize_entry(self, param: torch.Tensor) -> None:
-        if self._closed:
-            self._check_usable()
-        known = self._params_with_state()
-        if not any(param is other for other in known):
-            known.append(param)
-        check_params([param], "the optimizer")
-        self._store.ensure([param], known)
-
-    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool | None = None) -> None:
-        """Gives a parameter its storage: moments zero, master not authoritative until a step, a load or a write.
-
-        Args:
-            param: a parameter of this optimizer.
-            store_param_remainders: if given, must agree with how the optimizer was built for such a parameter.
-
-        Raises:
-            ValueError: if it does not agree.
-        """
-        kept = self.store_param_remainders
-        if store_param_remainders is not None and param.dtype == torch.bfloat16 and self.master_weights:
-            wanted = store_param_remainders and self.master_weight_dtype == torch.float32
-            if wanted != kept:
-                raise ValueError(
-                    f"initialize_state got store_param_remainders={store_param_remainders}, but the optimizer was "
-                    f"built with store_param_remainders={kept}"
-                )
-        if not self.state[param].storage.bound:
-            self._initialize_entry(param)
-
-    def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
-        """One state value of a parameter.
-
-        Args:
-            param: a parameter with state.
-            state_name: a state key of the rule or ``"master_param"``.
-            skip_unscale: return the live view in its stored dtype.
-
-        Returns:
-            Shaped like the parameter, on CPU if offloaded: the live float32 tensor, the live int16 remainder, or a new
-            float32 tensor for narrower formats.
-
-        Raises:
-            KeyError: if there is no such state.
-        """
-        entry = self._entry_with(param, state_name)
-        self._wait_for_state()
-        entry.rehome()
-        if state_name == MASTER_PARAM:
-            entry.storage.fill_master()
-        if skip_unscale:
-            entry.note_read(state_name)
-            return entry.outside(state_name, entry.peek(state_name))
-        return entry.get_unscaled(state_name)
-
-    def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
-        """Writes one state value of a parameter, which becomes authoritative.
-
-        Args:
-            param: a parameter; gets its storage if it has none.
-            state_name: a state key of the rule or ``"master_param"``.
-            unscaled_state: float values shaped like the parameter, int16 for a remainder, on any device.
-
-        Raises:
-            KeyError: if this optimizer keeps no such state.
-            TypeError: for another kind of value.
-            ValueError: for another shape.
-        """
-        self.initialize_state(param)
-        entry = self._entry_with(param, state_name)
-        self._wait_for_state()
-        entry.rehome()
-        entry.set_unscaled(state_name, unscaled_state)
-
-    def _entry_with(self, param: torch.Tensor, state_name: str) -> StateEntry:
-        entry = self.state[param] if param in self.state else None
-        if entry is None or state_name not in entry:
-            raise KeyError(f"this parameter has no {state_name!r} state")
-        return entry
-
-    def _write_group_step(self, param: torch.Tensor, step: int) -> None:
-        for group in self.param_groups:
-            if any(param is other for other in group["params"]):
-                group["step"] = step
-                self._steps_before_removal.pop(id(group), None)
-                return
-        raise KeyError("the parameter is in no group, so its step cannot be set")
-
-    def _wait_for_state(self) -> None:
-        """Waits until the host copy of the state is complete and all skipped steps are known."""
-        self._store.check_process()
-        self._stepper.wait(self.param_groups)
-
-    def _forget_entries(self) -> None:
-        """Before entries are removed: drops what steps remember of them, which would keep their storage alive."""
-        self._wait_for_state()
-        if not self._steps_before_removal:
-            with_state = [group for group in self.param_groups if group.get("step") and self._has_state(group)]
-            self._steps_before_removal = {id(group): (group, group["step"]) for group in with_state}
-        self._stepper.forget_entries()
-
-    def _has_state(self, group: dict[str, Any]) -> bool:
-        return any(param in self.state and self.state[param].storage.bound for param in group["params"])
-
-    def _restart_groups(self) -> None:
-        """Begins groups at step 0 again that have lost all of their state, unless the caller has set another step.
-
-        Not when it is removed: an entry that is taken out may be on its way to another parameter.
-        """
-        removed, self._steps_before_removal = self._steps_before_removal, {}
-        for group, step in removed.values():
-            if group.get("step") == step and not self._has_state(group):
-                group["step"] = 0
-
-    def reload_model_params(self) -> None:
-        """Takes over parameters that were changed behind the optimizer's back, such as loaded weights.
-
-        A master is refreshed only where the parameter is not its rounding, so calling this after a true resume loses
-        nothing. 16-bit remainders are kept: the master then is within half a bfloat16 step of the new parameter.
-        Moments and step counts stay.
-        """
-        self._wait_for_state()
-        self._store.rehome()
-        for stored in self._store.stored():
-            if stored.is_set(MASTER_PARAM) and MASTER_PARAM in stored.views and stored.extent is not None:
-                refresh_master(stored)
-
-    # -- groups --------------------------------------------------------------------------------------------------
+    @abc.abstractmethod
+    def _rule(self) -> UpdateRule:
+        """The arithmetic, from arguments of the constructor or later values of the attributes."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, also after training started; its state gets storage of its own.
@@ -313,7 +156,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: for hyperparameters out of range or parameters given twice.
             TypeError: for parameters that cannot be updated.
-            RuntimeError: for parameters that are where they cannot be updated.
+            RuntimeError: for parameters on several devices or an unsupported one.
         """
         if self._stepper.engine.pending_skips():
             self._wait_for_state()  # steps that turn out skipped were none of this group's
@@ -354,6 +197,128 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 stacklevel=4,
             )
 
+    def _all_params(self) -> list[torch.Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    def _params_with_state(self) -> list[torch.Tensor]:
+        """Parameters that a step gives state: all but frozen ones without a gradient."""
+        return [p for p in self._all_params() if not is_frozen(p) or self._grad_of(p) is not None]
+
+    # -- step --------------------------------------------------------------------------------------
+
+    @_shown_without_kwargs
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Updates all parameters that have a gradient, and their state.
+
+        Args:
+            closure: reevaluates the model and returns the loss; called once, with gradients
+                enabled.
+            **kwargs: ``grad_scaler``, a ``torch.amp.GradScaler`` whose scale and overflow check are
+                applied.
+
+        Returns:
+            The closure's result, or None.
+
+        Raises:
+            RuntimeError: for gradients or parameters that cannot be used; nothing is changed then.
+        """
+        grad_scaler = kwargs.pop("grad_scaler", None)
+        if kwargs:
+            raise TypeError(f"step() got an unexpected keyword argument {next(iter(kwargs))!r}")
+        self._check_usable()
+        try:
+            if not self.state and is_dummy_step():
+                self._make_state()
+                for group in self.param_groups:
+                    group.setdefault("step", 0)
+                return None
+            self._refuse_capture()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            with self._last_part(grad_scaler):
+                rule = self._checked_rule()
+                updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=self.use_decoupled_grad)
+                scaler = self._scaler_inputs(grad_scaler, updates)
+                if not scaler.skipped_on_host():
+                    self._stepper.run(self.param_groups, updates, scaler, rule, self._params_with_state)
+            return loss
+        finally:
+            self._stepper.engine.cancel_prefetch()  # what a step did not use, because it was skipped or refused
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise RuntimeError(f"This {type(self).__name__} was closed; its state is no longer kept.")
+        if self._stepper.failure is not None:
+            raise RuntimeError(
+                f"An earlier step or load failed half-way ({self._stepper.failure}), so parameters and state no longer "
+                "belong together. Load a checkpoint into model and optimizer (load_state_dict) to go on."
+            )
+
+    def _make_state(self) -> None:
+        """Gives every parameter its storage, as a step would, without one."""
+        params = self._params_with_state()
+        self._store.ensure(params, params)
+
+    def _refuse_capture(self) -> None:
+        if cuda_driver.is_capturing():
+            raise RuntimeError(
+                f"{type(self).__name__}.step() cannot be captured in a CUDA graph; call it outside the capture"
+            )
+
+    def _last_part(self, grad_scaler: Any) -> AbstractContextManager[Any]:
+        """Completes the step that a backward pass began, within the context."""
+        if self._backward_steps is None or not self._backward_steps.is_active:
+            return contextlib.nullcontext()
+        refuse_scaler(self, grad_scaler)
+        return self._backward_steps.last_part()
+
+    def _checked_rule(self) -> UpdateRule:
+        """The arithmetic of this step, once the groups are checked."""
+        self._restart_groups()
+        rule = self._rule()
+        for group in self.param_groups:
+            rule.check_group(group, lr_required=True)
+        return rule
+
+    def _restart_groups(self) -> None:
+        """Restarts groups without any state left at step 0, unless the caller has set another step.
+
+        Runs later than the removal: an entry that is taken out may be moved to another parameter.
+        """
+        removed, self._steps_before_removal = self._steps_before_removal, {}
+        for group, step in removed.values():
+            if group.get("step") == step and not self._has_state(group):
+                group["step"] = 0
+
+    def _scaler_inputs(self, grad_scaler: Any, updates: Updates) -> ScalerInputs:
+        scaler = scaler_inputs(self, grad_scaler)
+        if scaler.found_inf is not None and not (updates.params and self._stepper.on_one_gpu()):
+            # The CPU needs the flag now. Several devices would each count skips alone, and without
+            # a launch none counts.
+            scaler = scaler.on(torch.device("cpu"))
+        return scaler
+
+    def _step_part(self, grads: Mapping[int, torch.Tensor], part: int, done: Callable[[], None]) -> None:
+        """Updates the parameters with these gradients, by ``id``, as a part of a step.
+
+        ``done`` is called as the last change of the part; a part that fails before it has failed
+        half-way.
+        """
+        self._check_usable()
+        rule = self._checked_rule()
+        updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=False, given=grads)
+        self._stepper.engine.in_parts(True)
+        self._stepper.run(
+            self.param_groups, updates, ScalerInputs(), rule, self._params_with_state, part=part, done=done
+        )
+
+    def _end_parts(self) -> None:
+        self._stepper.engine.in_parts(False)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes the gradients that `step` reads.
 
@@ -374,136 +339,168 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _grad_of(self, param: torch.Tensor) -> torch.Tensor | None:
         return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
 
-    # -- step ----------------------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
-    @_shown_without_kwargs
-    @torch._disable_dynamo
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Updates all parameters that have a gradient, and their state.
+    @property  # type: ignore[override]
+    def state(self) -> StateMapping:
+        """Parameter -> its state; see `StateMapping` and `StateEntry`."""
+        return self._store.state
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        state = self._store.state
+        if value is not state:
+            state.update(value)  # first, so that a value that is refused takes nothing away
+            for param in set(state) - set(value):
+                del state[param]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes over attributes as torch's optimizers do; ``state`` as by assignment to it."""
+        super().__setstate__({name: value for name, value in state.items() if name != "state"})
+        if "state" in state:
+            self.state = state["state"]
+
+    def initialize_state(self, param: torch.Tensor, store_param_remainders: bool | None = None) -> None:
+        """Gives a parameter its storage: moments are zero, and the master is not authoritative yet.
 
         Args:
-            closure: reevaluates the model and returns the loss; called once, with gradients enabled.
-            **kwargs: ``grad_scaler``, a ``torch.amp.GradScaler`` whose scale and overflow check are applied.
-
-        Returns:
-            The closure's result, or None.
+            param: a parameter of this optimizer.
+            store_param_remainders: if given, must agree with how the optimizer was built for such a
+                parameter.
 
         Raises:
-            RuntimeError: for gradients or parameters that cannot be used; nothing is changed then.
+            ValueError: if it does not agree.
         """
-        grad_scaler = kwargs.pop("grad_scaler", None)
-        if kwargs:
-            raise TypeError(f"step() got an unexpected keyword argument {next(iter(kwargs))!r}")
-        self._check_usable()
-        try:
-            if not self.state and is_dummy_step():
-                self._make_state()
-                for group in self.param_groups:
-                    group.setdefault("step", 0)
-                return None
-            return self._step(closure, grad_scaler)
-        finally:
-            self._stepper.engine.cancel_prefetch()  # what a step did not use, because it was skipped or refused
+        kept = self.store_param_remainders
+        if store_param_remainders is not None and param.dtype == torch.bfloat16 and self.master_weights:
+            wanted = store_param_remainders and self.master_weight_dtype == torch.float32
+            if wanted != kept:
+                raise ValueError(
+                    f"initialize_state got store_param_remainders={store_param_remainders}, but the optimizer was "
+                    f"built with store_param_remainders={kept}"
+                )
+        if not self.state[param].storage.bound:
+            self._initialize_entry(param)
 
-    def _step(self, closure: Callable[[], Any] | None, grad_scaler: Any) -> Any:
-        if cuda_driver.is_capturing():
-            raise RuntimeError(
-                f"{type(self).__name__}.step() cannot be captured in a CUDA graph; call it outside the capture"
-            )
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if self._backward_steps is not None and self._backward_steps.is_active:
-            refuse_scaler(self, grad_scaler)
-            with self._backward_steps.last_part():
-                self._update(None)
-        else:
-            self._update(grad_scaler)
-        return loss
+    def get_unscaled_state(self, param: torch.Tensor, state_name: str, skip_unscale: bool = False) -> torch.Tensor:
+        """One state value of a parameter.
 
-    def _update(self, grad_scaler: Any) -> None:
-        rule = self._checked_rule()
-        updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=self.use_decoupled_grad)
-        scaler = scaler_inputs(self, grad_scaler)
-        if scaler.found_inf is not None and not (updates.params and self._stepper.on_one_gpu()):
-            # The CPU loop must know now, devices that skip on their own count on their own, and where nothing is
-            # launched no device counts.
-            scaler = scaler.on(torch.device("cpu"))
-        if not scaler.skipped_on_host():
-            self._stepper.run(self.param_groups, updates, scaler, rule, self._params_with_state)
+        Args:
+            param: a parameter with state.
+            state_name: a state key of the rule or ``"master_param"``.
+            skip_unscale: return the live view in its stored dtype.
 
-    @abc.abstractmethod
-    def _rule(self) -> UpdateRule:
-        """The arithmetic, from what the optimizer was built with or its attributes were set to since."""
+        Returns:
+            Shaped like the parameter, on CPU if offloaded: the live float32 tensor, the live int16
+                remainder, or a new
+            float32 tensor for narrower formats.
 
-    def _checked_rule(self) -> UpdateRule:
-        """The arithmetic of this step, once the groups are checked."""
-        self._restart_groups()
-        rule = self._rule()
-        for group in self.param_groups:
-            rule.check_group(group, lr_required=True)
-        return rule
-
-    def _step_part(self, grads: Mapping[int, torch.Tensor], part: int, done: Callable[[], None]) -> None:
-        """Updates the parameters with these gradients, by ``id``, as a part of the step that `step` completes.
-
-        ``done`` is called as the last change of the part; a part that fails before it has failed half-way.
+        Raises:
+            KeyError: if there is no such state.
         """
-        self._check_usable()
-        rule = self._checked_rule()
-        updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=False, given=grads)
-        self._stepper.engine.in_parts(True)
-        self._stepper.run(
-            self.param_groups, updates, ScalerInputs(), rule, self._params_with_state, part=part, done=done
-        )
-
-    def _end_parts(self) -> None:
-        self._stepper.engine.in_parts(False)
-
-    def _compute_queue(self, device: torch.device) -> Hashable:
-        return self._stepper.engine.compute_queue(device)
-
-    def _current_streams(self) -> CurrentStreams:
-        return self._stepper.engine.current_streams()
-
-    def _make_state(self) -> None:
-        """Gives every parameter its storage, as a step would, without one."""
-        params = self._params_with_state()
-        self._store.ensure(params, params)
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise RuntimeError(f"This {type(self).__name__} was closed; its state is no longer kept.")
-        if self._stepper.failure is not None:
-            raise RuntimeError(
-                f"An earlier step or load failed half-way ({self._stepper.failure}), so parameters and state no longer "
-                "belong together. Load a checkpoint into model and optimizer (load_state_dict) to go on."
-            )
-
-    def _settle_for_save(self) -> None:
-        """Before a state dict: refuses what cannot be saved, then waits until all state is where it lives."""
-        self._check_usable()
-        if self._backward_steps is not None:
-            self._backward_steps.check_closed()
+        entry = self._entry_with(param, state_name)
         self._wait_for_state()
-        self._restart_groups()
-        for reason in [entry.take_reshaped() for entry in self.state.values()]:
-            if reason is not None:
-                raise RuntimeError(reason)
-        self._store.rehome()
+        entry.rehome()
+        if state_name == MASTER_PARAM:
+            entry.storage.fill_master()
+        if skip_unscale:
+            entry.note_read(state_name)
+            return entry.outside(state_name, entry.peek(state_name))
+        return entry.get_unscaled(state_name)
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
+    def set_scaled_state(self, param: torch.Tensor, state_name: str, unscaled_state: torch.Tensor) -> None:
+        """Writes one state value of a parameter, which becomes authoritative.
+
+        Args:
+            param: a parameter; gets its storage if it has none.
+            state_name: a state key of the rule or ``"master_param"``.
+            unscaled_state: float values shaped like the parameter, int16 for a remainder, on any
+                device.
+
+        Raises:
+            KeyError: if this optimizer keeps no such state.
+            TypeError: for another kind of value.
+            ValueError: for another shape.
+        """
+        self.initialize_state(param)
+        entry = self._entry_with(param, state_name)
+        self._wait_for_state()
+        entry.rehome()
+        entry.set_unscaled(state_name, unscaled_state)
+
+    def reload_model_params(self) -> None:
+        """Takes over parameters that were changed outside the optimizer, such as loaded weights.
+
+        A master is refreshed only where the parameter is not its rounding, so a call after a true
+        resume loses nothing. 16-bit remainders are kept: the master then is within half a bfloat16
+        step of the new parameter. Moments and step counts stay.
+        """
+        self._wait_for_state()
+        self._store.rehome()
+        for stored in self._store.stored():
+            if stored.is_set(MASTER_PARAM) and MASTER_PARAM in stored.views and stored.extent is not None:
+                refresh_master(stored)
+
+    def _formats_of(self, param: torch.Tensor) -> dict[str, Format]:
+        stored = self._store.stored_of(param)
+        if stored is not None and stored.extent is not None:
+            return stored.extent.layout.formats
+        formats = dict(self._rule().formats)
+        if self.master_weights:
+            remainder = self.store_param_remainders and param.dtype == torch.bfloat16
+            formats[MASTER_PARAM] = REMAINDER if remainder else MASTER_FORMATS[self.master_weight_dtype]
+        return formats
+
+    def _initialize_entry(self, param: torch.Tensor) -> None:
+        if self._closed:
+            self._check_usable()
+        known = self._params_with_state()
+        if not any(param is other for other in known):
+            known.append(param)
+        check_params([param], "the optimizer")
+        self._store.ensure([param], known)
+
+    def _entry_with(self, param: torch.Tensor, state_name: str) -> StateEntry:
+        entry = self.state[param] if param in self.state else None
+        if entry is None or state_name not in entry:
+            raise KeyError(f"this parameter has no {state_name!r} state")
+        return entry
+
+    def _write_group_step(self, param: torch.Tensor, step: int) -> None:
+        for group in self.param_groups:
+            if any(param is other for other in group["params"]):
+                group["step"] = step
+                self._steps_before_removal.pop(id(group), None)
+                return
+        raise KeyError("the parameter is in no group, so its step cannot be set")
+
+    def _wait_for_state(self) -> None:
+        """Waits until the host copy of the state is complete and all skipped steps are known."""
+        self._store.check_process()
+        self._stepper.wait(self.param_groups)
+
+    def _forget_entries(self) -> None:
+        """Drops references that would keep the storage of entries alive, before their removal."""
+        self._wait_for_state()
+        if not self._steps_before_removal:
+            with_state = [group for group in self.param_groups if group.get("step") and self._has_state(group)]
+            self._steps_before_removal = {id(group): (group, group["step"]) for group in with_state}
+        self._stepper.forget_entries()
+
+    def _has_state(self, group: dict[str, Any]) -> bool:
+        return any(param in self.state and self.state[param].storage.bound for param in group["params"])
+
+    # -- checkpoints -------------------------------------------------------------------------------
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """The optimizer's state in TransformerEngine's layout.
 
         Returns:
-            ``{"state": {index: {"exp_avg", "exp_avg_sq"[, "master_param"]}}, "param_groups": [...]}`` with unscaled
-            values. Tensors of float32, bfloat16 and remainders are the live ones on CPU, which the next step changes;
-            block-scaled formats are new float32 tensors. Groups are copies, ``step`` is an int.
+            ``{"state": {index: {"exp_avg", "exp_avg_sq"[, "master_param"]}}, "param_groups":
+            [...]}`` with unscaled values. Tensors of float32, bfloat16 and remainders are the live
+            ones on CPU, which the next step changes; block-scaled formats are new float32 tensors.
+            Groups are copies, ``step`` is an int.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -515,11 +512,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return state_dict
 
     def torch_state_dict(self) -> dict[str, Any]:
-        """The optimizer's state in the layout of ``torch.optim.AdamW`` (``Adam`` with ``adam_w_mode=False``).
+        """The optimizer's state in the layout of torch's optimizer for the same rule.
 
         Returns:
-            As `state_dict`, with a ``step`` tensor beside each parameter's moments. Tensors may be this optimizer's
-            own: copy them (``copy.deepcopy``) if both go on. Master weights are not part of that layout: load the
+            As `state_dict`, with a ``step`` tensor beside each parameter's moments. Tensors may be
+            this
+            optimizer's own: copy them (``copy.deepcopy``) if both go on. Master weights are not
+                part of that layout: load the
             parameters in float32 to keep them.
         """
         self._settle_for_save()
@@ -528,14 +527,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
     @torch._disable_dynamo
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over a state dict; values are copied into this optimizer's storage and stored formats.
+        """Takes over a state dict; its values are copied into storage, in the stored formats.
 
         Args:
-            state_dict: TransformerEngine's layout (`state_dict`) or torch AdamW's (`torch_state_dict`), tensors on any
-                device. A checkpoint without master weights makes the next step start from the parameters.
+            state_dict: TransformerEngine's layout (`state_dict`) or torch AdamW's
+                (`torch_state_dict`), tensors on any device. A checkpoint without master weights
+                makes the next step start from the parameters.
 
         Raises:
-            ValueError: if the state dict does not belong to these groups; names what differs and changes nothing.
+            ValueError: for a state dict that does not fit these groups; names the difference and
+                changes nothing.
             TypeError: for values that cannot be stored; changes nothing.
         """
         if self._closed:
@@ -566,26 +567,118 @@ class OffloadOptimizer(torch.optim.Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    # -- resources -----------------------------------------------------------------------------------------------
-
-    def synchronize(self) -> None:
-        """Waits until the last step is complete: state in host memory, step counts exact."""
+    def _settle_for_save(self) -> None:
+        """Refuses state that cannot be saved, then waits until it is complete on the host."""
+        self._check_usable()
+        if self._backward_steps is not None:
+            self._backward_steps.check_closed()
         self._wait_for_state()
+        self._restart_groups()
+        for reason in [entry.take_reshaped() for entry in self.state.values()]:
+            if reason is not None:
+                raise RuntimeError(reason)
+        self._store.rehome()
+
+    # -- hooks of models ---------------------------------------------------------------------------
+
+    def attach(self, *models: torch.nn.Module, microbatches: int | None = None) -> AutoPrefetch:
+        """Prefetches during a model's passes, so that the copies end with the last backward pass.
+
+        Args:
+            *models: modules that the training loop calls for every microbatch; also modules that
+                FSDP wraps.
+            microbatches: number of their calls before each step; by default as many as before the
+                last one.
+
+        Returns:
+            A handle; its ``detach()`` removes the hooks. Attaching another model detaches the
+            previous one.
+
+        Raises:
+            TypeError: for models that are no modules.
+            ValueError: without a model, and for microbatches below 1.
+
+        Warns:
+            UserWarning: without a window.
+        """
+        self._check_usable()
+        check_attach_arguments(models, microbatches)
+        if self.offload.window_bytes == 0:
+            warnings.warn(_NO_WINDOW.format("attach()"), stacklevel=2)
+        if self._attachment is not None:
+            self._attachment.detach()
+        self._attachment = AutoPrefetch(
+            self,
+            models,
+            microbatches=microbatches,
+            window_bytes=self.offload.window_bytes,
+        )
+        return self._attachment
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the passes of a model start the prefetch."""
+        return self._attachment is not None and self._attachment.is_active
+
+    def step_in_backward(self, *models: torch.nn.Module, clip_value: float | None = None) -> BackwardSteps:
+        """Steps parameters during the backward pass, and frees each gradient at once.
+
+        Takes the GPU staging now. From then on every backward pass is followed by `step`, which
+        steps the remaining parameters, counts the step and drops all gradients. The result is that
+        of the ordinary step, bit for bit.
+
+        Gradients are applied as soon as those that wait take 24 MiB, and at `step` those of tied
+        parameters and of parameters that were frozen or in no group when this was called. Until
+        `step`, ``.grad`` holds a place holder that raises when it is computed with: clipping by
+        global norm, gradient scalers and a second backward pass need all gradients at once. An
+        exception in a backward pass leaves some parameters stepped: call `step` to finish (after
+        `zero_grad`, without the rest), or load a checkpoint into model and optimizer.
+
+        Args:
+            *models: modules that the training loop calls, also if ``fully_shard`` wraps them.
+            clip_value: clamps gradients as ``torch.nn.utils.clip_grad_value_`` does.
+
+        Returns:
+            A handle; its ``detach()`` removes the hooks. Another call detaches the previous one.
+
+        Raises:
+            ValueError: for a bad ``clip_value``, and models without parameters of this optimizer.
+            RuntimeError: where gradients are not final when autograd has accumulated them
+                (``DistributedDataParallel``, ``FullyShardedDataParallel``, HSDP,
+                ``CPUOffloadPolicy``), where another optimizer steps the same parameters in
+                backward, with ``use_decoupled_grad``, and with a window, which is for one step
+                after the pass.
+        """
+        self._check_usable()
+        if self.use_decoupled_grad or self.offload.window_bytes:
+            raise RuntimeError(
+                "step_in_backward takes gradients from .grad while the backward pass runs; it works neither with "
+                "use_decoupled_grad=True nor with OffloadConfig(window_bytes=...). Build the optimizer without them."
+            )
+        params = stepped_params(self, models, clip_value)
+        self.reserve_gpu_memory()
+        if self._backward_steps is not None:
+            self._backward_steps.detach()
+        self._backward_steps = BackwardSteps(self, models, params, clip_value=clip_value)
+        return self._backward_steps
+
+    # -- prefetch ----------------------------------------------------------------------------------
 
     def prefetch(self) -> None:
         """Starts to bring state to the GPU for the next step, up to ``OffloadConfig.window_bytes``.
 
-        Call it any time after the last step, best when activations are about to be freed: early enough before the next
-        step that the copies fit beside the rest of backward. Nothing waits. State of a parameter without gradient, a
-        step that is skipped and whoever reads ``state`` lose nothing but the time: the host keeps what it had.
-        Before there is state, for parameters on the CPU, and while a CUDA graph is being captured, whose replays
-        would not call it, it does nothing.
+        Call it any time after the last step, best when activations are about to be freed: early
+        enough before the next step that the copies fit beside the rest of backward. Nothing waits.
+        The host copy stays authoritative, so a skipped step or a reader of ``state`` costs only
+        time. Before there is state, for parameters on the CPU, and while a CUDA graph is being
+        captured, whose replays would not call it, it does nothing.
 
-        Between this and the step, writes to a view that ``state`` gave out earlier are noticed by the version that
-        torch counts, which ``view.data`` and ``view.numpy()`` do not: call `cancel_prefetch` before writing there.
+        Between this and the step, writes to a view that ``state`` gave out earlier are noticed by
+        the version that torch counts, which ``view.data`` and ``view.numpy()`` do not: call
+        `cancel_prefetch` before writing there.
 
         Raises:
-            RuntimeError: with ``window_bytes="auto"`` and no attached model, of which it would learn.
+            RuntimeError: with ``window_bytes="auto"`` and no attached model to learn from.
 
         Warns:
             UserWarning: without a window.
@@ -607,116 +700,54 @@ class OffloadOptimizer(torch.optim.Optimizer):
         elif not isinstance(window, str):
             self._stepper.prefetch(window)
 
-    def attach(self, *models: torch.nn.Module, microbatches: int | None = None) -> AutoPrefetch:
-        """Prefetches from a model's own passes, so that the copies end when the last backward pass does.
-
-        Args:
-            *models: what the training loop calls for every microbatch; also modules that FSDP wraps.
-            microbatches: how often they are called before each step; by default as often as before the last one.
-
-        Returns:
-            What removes the hooks again (``detach()``). Attaching another model detaches the one before.
-
-        Raises:
-            TypeError: for models that are none.
-            ValueError: without a model, and for microbatches below 1.
-
-        Warns:
-            UserWarning: without a window.
-        """
-        self._check_usable()
-        check_attach_arguments(models, microbatches)
-        if self.offload.window_bytes == 0:
-            warnings.warn(_NO_WINDOW.format("attach()"), stacklevel=2)
-        if self._attachment is not None:
-            self._attachment.detach()
-        self._attachment = AutoPrefetch(
-            self,
-            models,
-            microbatches=microbatches,
-            window_bytes=self.offload.window_bytes,
-        )
-        return self._attachment
-
-    def step_in_backward(self, *models: torch.nn.Module, clip_value: float | None = None) -> BackwardSteps:
-        """Steps parameters during the backward pass and frees each gradient then, for who has no memory for all.
-
-        Takes the GPU staging now. From then on every backward pass is followed by `step`, which steps what is left,
-        counts the step and drops all gradients. The result is that of the ordinary step, bit for bit.
-
-        Gradients are applied as soon as those that wait take 24 MiB, and at `step` those of tied parameters and of
-        parameters that were frozen or in no group when this was called. Until `step`, ``.grad`` holds a place holder
-        that raises when it is computed with: clipping by global norm, gradient scalers and a second backward pass need
-        all gradients at once. An exception in a backward pass leaves some parameters stepped: call `step` to finish
-        (after `zero_grad`, without the rest), or load a checkpoint into model and optimizer.
-
-        Args:
-            *models: what is trained: the modules that the training loop calls, also if ``fully_shard`` wraps them.
-            clip_value: clamps gradients as ``torch.nn.utils.clip_grad_value_`` does.
-
-        Returns:
-            What removes the hooks again (``detach()``). Calling this again detaches the one before.
-
-        Raises:
-            ValueError: for a bad ``clip_value``, and models without parameters of this optimizer.
-            RuntimeError: where gradients are not final when autograd has accumulated them
-                (``DistributedDataParallel``, ``FullyShardedDataParallel``, HSDP, ``CPUOffloadPolicy``), where another
-                optimizer steps the same parameters in backward, with ``use_decoupled_grad``, and with a window, which
-                is for one step after the pass.
-        """
-        self._check_usable()
-        if self.use_decoupled_grad or self.offload.window_bytes:
-            raise RuntimeError(
-                "step_in_backward takes gradients from .grad while the backward pass runs; it works neither with "
-                "use_decoupled_grad=True nor with OffloadConfig(window_bytes=...). Build the optimizer without them."
-            )
-        params = stepped_params(self, models, clip_value)
-        self.reserve_gpu_memory()
-        if self._backward_steps is not None:
-            self._backward_steps.detach()
-        self._backward_steps = BackwardSteps(self, models, params, clip_value=clip_value)
-        return self._backward_steps
-
-    @property
-    def is_attached(self) -> bool:
-        """Whether some model's passes start the prefetch."""
-        return self._attachment is not None and self._attachment.is_active
+    def cancel_prefetch(self) -> None:
+        """Discards prefetched copies; the host copy stays authoritative."""
+        self._stepper.engine.cancel_prefetch()
 
     def window_seconds(self, assumed_bytes_per_s: float) -> float:
-        """How long the last prefetch took, in seconds, or all offloaded state would take at an assumed rate.
+        """Seconds of the last prefetch, or of one of all offloaded state at an assumed rate.
 
         Args:
             assumed_bytes_per_s: bytes per second, until a prefetch was measured.
         """
         return self._stepper.window_seconds(assumed_bytes_per_s)
 
+    def window_bytes(self) -> int:
+        """GPU bytes of state that was prefetched or is being prefetched."""
+        return sum(block.nbytes for block in self._stepper.engine.window())
+
     def allocated_bytes(self) -> int:
-        """GPU bytes that are allocated now on the devices of the parameters, by whomever."""
+        """GPU bytes that torch has allocated now on the devices of the parameters."""
         return self._stepper.engine.allocated_bytes()
 
     def allocation_retries(self) -> int:
-        """How often torch's allocator ran out of memory on those devices, and waited for some, so far."""
+        """Times that torch's allocator ran out of memory on those devices and retried."""
         return self._stepper.engine.allocation_retries()
 
-    def window_bytes(self) -> int:
-        """GPU bytes of state that was prefetched, or is on its way to the GPU."""
-        return sum(block.nbytes for block in self._stepper.engine.window())
+    def _current_streams(self) -> CurrentStreams:
+        return self._stepper.engine.current_streams()
 
-    def cancel_prefetch(self) -> None:
-        """Gives the memory of `prefetch` back without a step."""
-        self._stepper.engine.cancel_prefetch()
+    def _compute_queue(self, device: torch.device) -> Hashable:
+        return self._stepper.engine.compute_queue(device)
+
+    # -- memory and resources ----------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Waits until the last step is complete: state in host memory, step counts exact."""
+        self._wait_for_state()
 
     def reserve_gpu_memory(self) -> None:
-        """Takes the GPU staging now and not at the first step, so that no iteration needs more memory than the first.
+        """Takes the GPU staging now instead of at the first step.
 
         Raises:
-            RuntimeError: if the GPU has too little memory; names the need and the smallest ring that fits.
+            RuntimeError: if the GPU has too little memory; names the need and the smallest staging
+                ring that fits.
         """
         self._check_usable()
         self._stepper.engine.reserve(self._store.planned(self._params_with_state()))
 
     def release_gpu_memory(self) -> None:
-        """Waits, then gives the GPU staging back; the next step takes it again."""
+        """Waits, then releases the GPU staging; the next step takes it again."""
         self._stepper.engine.release()
 
     def memory_report(self) -> MemoryReport:
@@ -725,17 +756,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
         return memory_report(self._store.extents(), ring_bytes=self._stepper.engine.ring_bytes(), param_numel=numel)
 
     def last_step_report(self) -> StepReport | None:
-        """What the last step that its GPUs are through with has moved, and what it cost.
+        """Transfers and times of the latest completed step.
 
-        Waits for nothing: right after `step` this is an earlier one. None before there is one, and on the CPU, where
-        nothing moves. With `step_in_backward` it is about all parts of a step.
+        Does not wait: right after `step` this is an earlier step. None before a step is complete,
+        and on the CPU, where nothing moves. With `step_in_backward` it covers all parts of a step.
         """
         return self._stepper.engine.last_step_report()
 
     def close(self) -> None:
-        """Waits, then gives page locks and GPU staging back; the optimizer cannot step any more. Safe to call twice.
+        """Waits, then releases page locks and GPU staging. Safe to call twice.
 
-        Tensors taken from ``state`` stay readable.
+        The optimizer cannot step any more. Tensors taken from ``state`` stay readable.
         """
         self.synchronize()
         if self._attachment is not None:

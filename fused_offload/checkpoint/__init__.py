@@ -1,4 +1,4 @@
-"""State dicts in TransformerEngine's and torch's layout: saving (`state_dict`) and loading (`load`).
+"""State dicts in TransformerEngine's and torch's layout: saving and loading.
 
 May import `state` and what it imports.
 

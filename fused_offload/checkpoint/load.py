@@ -127,7 +127,7 @@ def plan_load(
 def _checked_structure(
     state_dict: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]]
 ) -> tuple[Sequence[Mapping[str, Any]], Mapping[Any, Any]]:
-    """Groups and state of a state dict, whose containers have the right types and fit the optimizer's groups."""
+    """Groups and state of a state dict, checked to fit the optimizer's groups."""
     _check_type(state_dict, Mapping, "state dict")
     for key in ("state", "param_groups"):
         if key not in state_dict:

@@ -25,7 +25,7 @@ _SCALED_DTYPES = (torch.float16, torch.uint8)
 
 
 def _exported(entry: StateEntry, key: str) -> torch.Tensor:
-    """The live view where its dtype says all, else a new float32 tensor, the same dtype on every rank."""
+    """The live view where its dtype says all, else a new float32 tensor."""
     view = entry.peek(key)
     if view.dtype in _SCALED_DTYPES:
         return entry.get_unscaled(key)
@@ -66,7 +66,7 @@ def _bound_entries(state: StateMapping, indices: Mapping[int, int]) -> list[tupl
 
 
 def pack(param_groups: Sequence[dict[str, Any]], state: StateMapping, wanted: Wanted = Wanted()) -> dict[str, Any]:  # noqa: B008 - immutable
-    """Packs state in TransformerEngine's layout: by parameter its state, by group its settings and ``step``.
+    """Packs state in TransformerEngine's layout, with ``step`` in each group.
 
     Args:
         param_groups: the optimizer's groups.
@@ -101,7 +101,7 @@ def _step_tensor(step: int) -> torch.Tensor:
 
 
 def pack_for_torch(param_groups: Sequence[dict[str, Any]], state: StateMapping, rule: UpdateRule) -> dict[str, Any]:
-    """Packs state in the layout of torch's optimizer: ``step`` beside each parameter's state, no master weights.
+    """Packs state in torch's layout, with ``step`` beside each parameter's state, without masters.
 
     Args:
         param_groups: the optimizer's groups.

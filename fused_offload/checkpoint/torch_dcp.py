@@ -33,11 +33,11 @@ class Wanted(NamedTuple):
 
 
 def is_dummy_step() -> bool:
-    """Whether a running ``step`` was called by those functions to make an optimizer create its state.
+    """Whether those functions called the running ``step`` to make an optimizer create its state.
 
-    They call it with zero gradients and a learning rate of zero. The call has to make state, but must not count. Only
-    its caller distinguishes it from the first step of a warm-up: gradients may be zero on one rank only, and ranks
-    have to agree on the count without communication.
+    They call it with zero gradients and a learning rate of zero. The call has to make state, but
+    must not count. Only its caller distinguishes it from the first step of a warm-up: gradients may
+    be zero on one rank only, and ranks have to agree on the count without communication.
     """
     return any(True for _ in _callers())
 

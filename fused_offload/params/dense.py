@@ -35,7 +35,7 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
 
 
 def has_data(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor holds all of its elements, which a freed or resized storage does not."""
+    """Whether the memory of a tensor holds all of its elements; a freed storage does not."""
     if tensor.device.type == "meta" or tensor.layout != torch.strided or not has_own_memory(tensor):
         return False
     if tensor.numel() == 0:
@@ -45,7 +45,7 @@ def has_data(tensor: torch.Tensor) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill ``numel`` consecutive places in memory, each once, in whatever order."""
+    """Whether the elements fill ``numel`` consecutive places in memory, each once, in any order."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return True
     expected = 1
@@ -84,7 +84,7 @@ def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_order(shape: Sequence[int], strides: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two sets of strides visit memory alike; strides of dimensions of size 1 say nothing."""
+    """Whether two sets of strides give the same memory order; dimensions of size 1 do not count."""
     return all(a == b or size == 1 for size, a, b in zip(shape, strides, other, strict=True))
 
 

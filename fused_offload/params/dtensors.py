@@ -1,6 +1,7 @@
-"""Distributed tensors, of which the optimizer uses this rank's part. Only `like_param` communicates.
+"""Distributed tensors. The optimizer uses this rank's part; only `like_param` communicates.
 
-A ``DTensor`` is recognised by its attributes, so that other programs do not import ``torch.distributed.tensor``.
+A ``DTensor`` is recognised by its attributes, so that other programs do not import
+``torch.distributed.tensor``.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def is_replicated(tensor: Any) -> bool:
 
 
 def is_offloaded_by_fsdp(param: Any) -> bool:
-    """Whether a parameter was sharded over GPUs, but is kept in host memory (FSDP's ``CPUOffloadPolicy``)."""
+    """Whether a parameter sharded over GPUs is in host memory (FSDP's ``CPUOffloadPolicy``)."""
     return is_distributed(param) and param._spec.mesh.device_type != "cpu" and local_of(param).device.type == "cpu"
 
 

@@ -34,7 +34,7 @@ class TensorGuards:
         self._guards: Any = None
 
     def match(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Whether tensors have the remembered types, layouts, dtypes, devices, shapes and strides, one by one."""
+        """Whether each tensor has the remembered metadata."""
         if len(tensors) != self._count:
             return False
         if self._guards is None:

@@ -170,7 +170,7 @@ class ParamTracker:
         return last._replace(grads=found)
 
     def _checked(self, found: list[Any]) -> Updates:
-        """Updates of gradients that differ from the last step's; a gradient with known good metadata passes."""
+        """Updates of gradients that differ from the last step's, after their validation."""
         self._last = None
         present = [index for index, grad in enumerate(found) if grad is not None]
         without_gaps = {index: dense_copy(self.tensors[index]) for index in present if index in self._with_gaps}

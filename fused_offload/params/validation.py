@@ -1,4 +1,4 @@
-"""Validation of parameters and gradients: types, dtypes, devices, shapes, sharding and shared memory."""
+"""Validation of parameters and gradients, before anything is changed."""
 
 from __future__ import annotations
 
@@ -169,10 +169,10 @@ def _other_sharding(param: torch.Tensor, grad: torch.Tensor, group: int) -> str:
 
 
 class ParamSpans:
-    """Memory of a step's parameters. No two parameters may share any, nor a parameter and a gradient.
+    """Memory of a step's parameters, which no other parameter or gradient may share.
 
-    Otherwise the result would depend on the order of updates. Devices share one address space, so addresses on
-    different devices differ.
+    Otherwise the result would depend on the order of updates. Devices share one address space, so
+    addresses on different devices differ.
     """
 
     def __init__(self, starts: np.ndarray, param_bytes: np.ndarray, grad_bytes: np.ndarray) -> None:

@@ -1,4 +1,4 @@
-"""Values of stored state: checks of what comes in, and conversion between float32 and stored formats."""
+"""Conversion between values and stored formats, and validation of values."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def write_elements(state: ParamState, key: str, value: torch.Tensor) -> None:
 
 
 def _apart_from(value: torch.Tensor, view: torch.Tensor) -> torch.Tensor:
-    """``value`` without autograd; a copy if it may share memory with ``view``, which is about to be written."""
+    """``value`` without autograd; a copy if it may share memory with ``view``."""
     value = value.detach()
     shared = value.device == view.device and value.untyped_storage().data_ptr() == view.untyped_storage().data_ptr()
     return value.clone() if shared else value

@@ -57,7 +57,7 @@ class StateEntry(dict[str, torch.Tensor]):
         return self.storage.param
 
     def bind(self, extent: Extent | None, start: int, formats: dict[str, Format]) -> None:
-        """Gives the entry its storage: elements of ``extent`` from ``start``; None for an empty parameter."""
+        """Gives the entry its storage, as `ParamState.bind`."""
         self._distributed.clear()
         self._reshaped.clear()
         self.storage.bind(extent, start, formats)
@@ -91,7 +91,7 @@ class StateEntry(dict[str, torch.Tensor]):
         return result
 
     def rehome(self) -> None:
-        """Takes values back into storage whose view was pointed elsewhere (``tensor.data = ...``)."""
+        """Copies values back whose view was pointed elsewhere (``tensor.data = ...``)."""
         if self.storage.extent is None:
             return
         for key, view in list(self.storage.views.items()):
@@ -135,7 +135,7 @@ class StateEntry(dict[str, torch.Tensor]):
         return self.outside(key, values)
 
     def set_unscaled(self, key: str, value: torch.Tensor) -> None:
-        """Writes float values (int16 for remainders) in their stored format; they become authoritative.
+        """Writes float values (int16 for remainders) in their format; they become authoritative.
 
         Raises:
             KeyError: for a key that this optimizer does not keep.
@@ -161,9 +161,10 @@ class StateEntry(dict[str, torch.Tensor]):
             self.storage.mark_set(key)
 
     def note_read(self, key: str) -> None:
-        """Notes that a live view was handed out other than by `__getitem__`, so that its values may be written there.
+        """Notes that a live view was handed out, so that its values may be written there.
 
-        A master that is not authoritative stays so: checkpoint code reads it as a template, and tells what it wrote.
+        A master that is not authoritative stays so: checkpoint code reads it as a template, and
+        tells what it wrote.
         """
         if key != MASTER_PARAM:
             self.storage.mark_set(key)
@@ -210,7 +211,7 @@ class StateEntry(dict[str, torch.Tensor]):
         return {**self, **other}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, torch.Tensor]:
-        """A plain dict of copies, each with memory of its own: torch would copy all of the storage behind a view."""
+        """A plain dict of copies; torch would copy the whole storage of each view."""
         self._hand_out(*self)
         copies = {}
         for key in self:
@@ -227,18 +228,20 @@ class StateEntry(dict[str, torch.Tensor]):
     # -- writing: values are copied into the storage -----------------------------------------------
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Copies a tensor into storage, in its stored dtype or, where that loses nothing else, from another one.
+        """Copies a tensor into storage, from any dtype that keeps its meaning.
 
         Args:
             key: a state key, or ``"step"``, which goes to the parameter's group.
-            value: a tensor shaped like the parameter, on any device; for a distributed parameter a tensor sharded like
-                it, or this rank's part; for ``"step"`` a whole number from 0 to 2^31. A tensor of another shape waits
-                for a parameter of that shape: one that gets the entry, or this one once it has changed.
+            value: a tensor shaped like the parameter, on any device; for a distributed parameter a
+                tensor sharded like it, or this rank's part; for ``"step"`` a whole number from 0 to
+                2^31. A tensor of another shape waits for a parameter of that shape: one that gets
+                the entry, or this one once it has changed.
 
         Raises:
             KeyError: for a key that this optimizer does not keep.
             TypeError: for a value that cannot be stored.
-            ValueError: for another shape, for 8-bit elements of another time, and for any other step.
+            ValueError: for another shape, for 8-bit elements of another time, and for any other
+                step.
         """
         if key == "step":
             step = checked_step(value)
@@ -263,11 +266,11 @@ class StateEntry(dict[str, torch.Tensor]):
 
     @property
     def is_reshaped(self) -> bool:
-        """Whether some value was replaced by one of another shape, which waits for its parameter."""
+        """Whether some value of another shape waits for its parameter."""
         return bool(self._reshaped)
 
     def _is_reshaped(self, key: str, value: Any) -> bool:
-        """Whether a value fits the key, but is of another shape. Only the elements of unscaled formats are values."""
+        """Whether a value fits the key except for its shape."""
         if key not in self or self.storage.extent is None or is_distributed(self.param):
             return False
         if not isinstance(value, torch.Tensor) or value.shape == self.storage.shape:

@@ -1,4 +1,4 @@
-"""Layouts of state: alignment, state keys with their formats, and the place of each array in memory."""
+"""Layouts of state: alignment, keys with their formats, and the place of each array."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _ARRAY_ALIGNMENT = 256  # bytes; the widest access of any copy or kernel
 
 @dataclass(frozen=True)
 class Layout:
-    """Common properties of parameters whose state lies together. None of them changes between steps.
+    """Common properties of parameters whose state lies together; constant between steps.
 
     Attributes:
         device: device of the parameters.
         param_dtype: dtype of the parameters.
-        keys: state keys and their stored formats, in the order of storage; `MASTER_PARAM` is among them where masters
-            are kept.
+        keys: state keys and their stored formats, in the order of storage; `MASTER_PARAM` is among
+            them where masters are kept.
         resident: whether the state stays on ``device`` instead of in host memory.
     """
 
@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def reads_master(self) -> bool:
-        """Whether a step reads `MASTER_PARAM`; a float32 parameter is its own master even where a copy is kept."""
+        """Whether a step reads `MASTER_PARAM`. A float32 parameter is its own master."""
         return self.param_dtype != torch.float32 and any(key == MASTER_PARAM for key, _ in self.keys)
 
 
@@ -74,7 +74,7 @@ def _aligned(nbytes: int) -> int:
 
 
 class ArrayPlace:
-    """Byte offsets of each key's elements and scales in a range of memory, for a number of elements.
+    """Byte offsets of each key's elements and scales in a range of memory.
 
     Attributes:
         nbytes: bytes in total.

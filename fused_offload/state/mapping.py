@@ -16,9 +16,10 @@ from .param_state import StateHooks
 
 
 class StateMapping(defaultdict[torch.Tensor, StateEntry]):
-    """``optimizer.state``: parameter -> `StateEntry`. A missing parameter gets an empty entry, as in torch.
+    """``optimizer.state``: parameter -> `StateEntry`.
 
-    Moving an entry to another key (``state[new] = state.pop(old)``) moves everything that belongs to it.
+    A missing parameter gets an empty entry, as in torch. Moving an entry to another key
+    (``state[new] = state.pop(old)``) moves everything that belongs to it.
     """
 
     def __init__(self, hooks: StateHooks) -> None:

@@ -46,7 +46,7 @@ def _refresh_values(stored: Stored, param: torch.Tensor) -> None:
 
 
 def _quantum(stored: Stored) -> torch.Tensor | float:
-    """Distance of neighbouring stored values, twice the most that storing may have moved a master by."""
+    """Distance of neighbouring stored values; storing moves a master by at most half of it."""
     if stored.scale is None:
         return 0.0
     values = stored.data.float()
@@ -57,7 +57,7 @@ def _quantum(stored: Stored) -> torch.Tensor | float:
 
 
 def _half_away(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The master rounded half away from zero, as parameters with remainders are; only bfloat16 ones are."""
+    """The master rounded half away from zero, as bfloat16 parameters with remainders are."""
     if dtype != torch.bfloat16:
         return master.to(dtype)
     bits = master.contiguous().view(torch.int32)

@@ -1,4 +1,4 @@
-"""Storage of one parameter's state: its place in an extent, its views, and the keys that are initial."""
+"""Stored state of one parameter: its place in an extent, its views, its initial keys."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class ParamState:
     # -- place -------------------------------------------------------------------------------------
 
     def bind(self, extent: Extent | None, start: int, formats: dict[str, Format]) -> None:
-        """Takes elements of ``extent`` from ``start`` as storage; None for a parameter without elements."""
+        """Takes elements of ``extent`` from ``start``; None for a parameter without elements."""
         self.extent, self.start, self.bound = extent, start, True
         local = local_of(self.param)
         self.shape, self.strides = local.shape, dense_strides(local)
@@ -102,11 +102,11 @@ class ParamState:
         return old
 
     def is_home(self, key: str) -> bool:
-        """Whether a view still points into the storage (``tensor.data = ...`` points it elsewhere)."""
+        """Whether a view still points into the storage; ``tensor.data = ...`` changes that."""
         return self.extent is None or self.views[key].data_ptr() == self.extent.address_of(key, self.start)
 
     def follow_param(self) -> None:
-        """Reorders the values where the parameter got other strides (``model.to(memory_format=...)``)."""
+        """Reorders the values where ``model.to(memory_format=...)`` changed strides."""
         param = local_of(self.param)
         if param.shape != self.shape or overlaps(param):
             return
@@ -140,11 +140,11 @@ class ParamState:
         return self.extent.layout.formats[key]
 
     def shaped(self, values: torch.Tensor) -> torch.Tensor:
-        """``[numel]`` values in the order of the storage, seen as the parameter's."""
+        """View of ``[numel]`` values in storage order, shaped like the parameter."""
         return values.as_strided(self.shape, self.strides)
 
     def ordered(self, values: torch.Tensor) -> torch.Tensor:
-        """``[numel]`` elements of a tensor shaped like the parameter, in the order of the storage."""
+        """``[numel]`` elements of a tensor shaped like the parameter, in storage order."""
         view = self._view(next(iter(self.views)))  # all keys have the same order
         return flat(like_memory_of(values.detach(), view))
 
@@ -155,7 +155,7 @@ class ParamState:
         return self.bound and key not in self.initial
 
     def mark_set(self, key: str | None = None) -> None:
-        """Makes one key's values authoritative, and with a key of the rule all of the rule's; without a key, all."""
+        """Makes values authoritative: the master's, those of all keys of the rule, or all."""
         kept = frozenset() if key is None else {MASTER_PARAM} if key != MASTER_PARAM else self.rule_keys()
         self.initial &= kept
 
@@ -183,7 +183,7 @@ class ParamState:
         self._make_initial(self.initial | keys)
 
     def forget_initial_state(self) -> None:
-        """Makes the parameter the master again, after a first step that was skipped; other state is still zero."""
+        """Makes all keys initial again, after a first step that was skipped."""
         self._make_initial({*self.views, MASTER_PARAM})
 
     def unset_master(self) -> None:

@@ -179,7 +179,7 @@ class StateStore:
         return not layout.resident or layout.device.type == "cpu"
 
     def _layouts(self, params: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[Layout]:
-        """Layout of each new parameter; whole parameters are offloaded until ``fraction`` of all state is."""
+        """Layout of each new parameter; offloads until ``fraction`` of all state is offloaded."""
         sizes = {id(param): self._state_bytes(param) for param in (*known, *params)}
         target = self.config.fraction * sum(sizes.values())
         offloaded = sum(sizes.get(id(param), 0) for param in known if self._is_offloaded(param))
@@ -209,18 +209,18 @@ class StateStore:
         self._view_addresses = addresses_of(self._views)
 
     def rehome_moved(self) -> None:
-        """Runs `rehome` if the address of any view has changed since the last time. No entry was added since."""
+        """Runs `rehome` if the address of any view has changed. No entry was added meanwhile."""
         # Only a holder of a view can move it, and a run that reads no state should not look at
         # thousands of them.
         if self._hooks.lent and not np.array_equal(self._view_addresses, addresses_of(self._views)):
             self.rehome()
 
     def views_version(self) -> int:
-        """Sum of torch's versions of all views: changes when a view that was handed out is written in place."""
+        """Sum of the views' versions in torch, which changes when a view is written in place."""
         return sum(view._version for view in self._views)
 
     def forget_views(self) -> None:
-        """Drops the views that `rehome_moved` watches, which would keep the storage of removed entries alive."""
+        """Drops the views of `rehome_moved`, which would keep removed storage alive."""
         self._views, self._view_addresses = [], addresses_of([])
 
     def close(self) -> None:
