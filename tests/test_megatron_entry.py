@@ -5,6 +5,7 @@ Whatever imports Megatron runs in a process of its own, under the stand-in for C
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -24,6 +25,7 @@ import pytest
 import torch
 
 from fused_offload.megatron import is_installed
+from fused_offload.megatron.adam import MegatronAdam
 from fused_offload.megatron.after_import import call_after_import
 from fused_offload.megatron.checks import check_model, warn_if_copies_drift
 from fused_offload.megatron.run import main
@@ -81,6 +83,23 @@ def test_a_megatron_fsdp_that_leaves_gradients_elsewhere_is_refused() -> None:
         ValueError, match=r"no DistributedDataParallelConfig.megatron_fsdp_use_decoupled_grad.*0\.18\.2"
     ):
         check_model(SimpleNamespace(use_precision_aware_optimizer=True), [chunk])
+
+
+@pytest.mark.parametrize("groups", [list, tuple])
+@pytest.mark.parametrize("alone", [False, True], ids=["state", "groups alone"])
+def test_settings_of_another_offloader_do_not_enter_a_checkpoint(groups: type, alone: bool) -> None:
+    param = torch.nn.Parameter(torch.ones(8))
+    param.grad = torch.ones(8)
+    optimizer = MegatronAdam([param])
+    optimizer.step()
+    saved = optimizer.state_dict()
+    kept = {**saved["param_groups"][0], "lr": 0.25, "is_expert_parallel": False}
+    others = {"cpu_optimizer_cls": torch.optim.Adam, "offload_fraction": 1.0, "pin_cpu_grads": True}
+    saved["param_groups"] = groups([{**kept, **others}])
+    with optimizer.only_groups(step_per_param=False) if alone else contextlib.nullcontext():
+        optimizer.load_state_dict(saved)
+    (group,) = optimizer.state_dict()["param_groups"]
+    assert group == kept
 
 
 needs_megatron = pytest.mark.skipif(not is_there("megatron.core"), reason="needs megatron-core")
