@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import importlib.util
 import json
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -20,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fused_offload"
 ENGINE_ROOMS = ("memory", "params", "state", "plan", "stream", "step")
 RULE_NAMES = re.compile(r"exp_avg|bias_correction|beta")
+_INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>")  # have no frames from Python 3.12 on
 STEPS_BEFORE = 3  # the first steps make state, plans and kernels
 
 
@@ -167,6 +171,8 @@ class Walk:
     def __call__(self, frame: object, event: str, _: object) -> None:
         """A profile function, see `sys.setprofile`."""
         code = frame.f_code  # type: ignore[attr-defined]
+        if code.co_name in _INLINED:
+            return
         path = Path(code.co_filename)
         if not (path.is_relative_to(PACKAGE) or path.is_relative_to(ROOT / "kernels")):
             return
@@ -179,29 +185,58 @@ class Walk:
             self._depth -= 1
 
 
+class _NoKernel:
+    """A kernel whose launches do nothing, for the way of a step without a GPU."""
+
+    def __getitem__(self, grid: tuple[int]) -> object:
+        """Takes a launch grid."""
+        return lambda **arguments: None
+
+
+@contextlib.contextmanager
+def pipeline() -> Iterator[str]:
+    """The device of parameters that are stepped by the GPU's pipeline: a GPU, or the CPU beside a simulated one."""
+    import torch
+
+    if torch.cuda.is_available():
+        yield "cuda"
+        return
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    sys.path.insert(0, str(ROOT / "tests"))
+    import pytest
+    import simulated_device
+
+    from fused_offload.kernels.adam import launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "adam_kernel", _NoKernel())
+        with simulated_device.installed(simulated_device.SimulatedDevice(), patch):
+            yield "cpu"
+
+
 def walk_of_a_step() -> dict[str, int] | None:
-    """The way of a steady step; None without a GPU."""
-    try:
-        import torch
-    except ImportError:
+    """The way of a steady step; None without torch, or without Triton."""
+    if importlib.util.find_spec("torch") is None or importlib.util.find_spec("triton") is None:
         return None
-    if not torch.cuda.is_available():
-        return None
+    import torch
+
     from fused_offload import FusedOffloadAdam
 
-    params = [torch.nn.Parameter(torch.randn(4096, 64, device="cuda", dtype=torch.bfloat16)) for _ in range(8)]
-    optimizer = FusedOffloadAdam(params, master_weights=True, store_param_remainders=True)
-    for param in params:
-        param.grad = torch.randn_like(param)
-    for _ in range(STEPS_BEFORE):
-        optimizer.step()
     walk = Walk()
-    sys.setprofile(walk)
-    try:
-        optimizer.step()
-    finally:
-        sys.setprofile(None)
-    optimizer.close()
+    with pipeline() as device:
+        params = [torch.nn.Parameter(torch.randn(4096, 64, device=device, dtype=torch.bfloat16)) for _ in range(8)]
+        optimizer = FusedOffloadAdam(params, master_weights=True, store_param_remainders=True)
+        for param in params:
+            param.grad = torch.randn_like(param)
+        for _ in range(STEPS_BEFORE):
+            optimizer.step()
+        sys.setprofile(walk)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+        optimizer.close()
+        del optimizer
     return {"files": len(walk.files), "functions": len(walk.functions), "frames": walk.frames}
 
 
