@@ -16,7 +16,7 @@ from scale import MIB, SWEEP_CHUNK_MIB, SWEEP_DEPTHS, Scale
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.plan.planner import Planner
-from fused_offload.step.devices import Engine
+from fused_offload.step.devices import Devices
 
 
 class Swept(NamedTuple):
@@ -49,7 +49,7 @@ def reconfigure(optimizer: FusedOffloadAdam, config: OffloadConfig) -> None:
     optimizer.release_gpu_memory()
     optimizer.offload = config
     optimizer._stepper.planner = Planner(config)
-    optimizer._stepper.engine = Engine(config)
+    optimizer._stepper.devices = Devices(config)
 
 
 @pytest.mark.parametrize("depth", SWEEP_DEPTHS)

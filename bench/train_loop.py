@@ -230,7 +230,7 @@ def afterwards(trained: Trained, params: list[nn.Parameter], device: torch.devic
     if trained.ours is not None:
         report = trained.ours.memory_report()
         result |= {"host_bytes": sum(report.host_bytes.values()), "ring_bytes": report.ring_bytes}
-        result["prefetch_seconds"] = trained.ours._stepper.engine.prefetch_seconds()
+        result["prefetch_seconds"] = trained.ours._stepper.devices.prefetch_seconds()
         if device.type == "cuda" and result["host_bytes"]:
             result["step_report"] = trained.ours.last_step_report()
     for param in params:

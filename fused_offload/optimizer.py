@@ -8,7 +8,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -33,13 +33,11 @@ from fused_offload.state.store import StateStore
 from fused_offload.step.grad_scaler import scaler_inputs
 from fused_offload.step.step_report import StepReport
 from fused_offload.step.stepper import Stepper
+from fused_offload.stream.queues import CurrentStreams
 from fused_offload.stream.step_inputs import ScalerInputs
 
 from .config import OffloadConfig
 from .memory import cuda_driver
-
-if TYPE_CHECKING:
-    from fused_offload.stream.queues import CurrentStreams
 
 
 def _shown_without_kwargs(function: Any) -> Any:
@@ -158,7 +156,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             TypeError: for parameters that cannot be updated.
             RuntimeError: for parameters on several devices or an unsupported one.
         """
-        if self._stepper.engine.pending_skips():
+        if self._stepper.devices.pending_skips():
             self._wait_for_state()  # steps that turn out skipped were none of this group's
         if isinstance(param_group, dict) and not isinstance(param_group.get("params"), (torch.Tensor, set, type(None))):
             params = list(param_group["params"])
@@ -247,7 +245,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     self._stepper.run(self.param_groups, updates, scaler, rule, self._params_with_state)
             return loss
         finally:
-            self._stepper.engine.cancel_prefetch()  # what a step did not use, because it was skipped or refused
+            self._stepper.devices.cancel_prefetch()  # what a step did not use, because it was skipped or refused
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -311,13 +309,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._check_usable()
         rule = self._checked_rule()
         updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=False, given=grads)
-        self._stepper.engine.in_parts(True)
         self._stepper.run(
             self.param_groups, updates, ScalerInputs(), rule, self._params_with_state, part=part, done=done
         )
 
     def _end_parts(self) -> None:
-        self._stepper.engine.in_parts(False)
+        self._stepper.devices.end_step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops or zeroes the gradients that `step` reads.
@@ -702,7 +699,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def cancel_prefetch(self) -> None:
         """Discards prefetched copies; the host copy stays authoritative."""
-        self._stepper.engine.cancel_prefetch()
+        self._stepper.devices.cancel_prefetch()
 
     def window_seconds(self, assumed_bytes_per_s: float) -> float:
         """Seconds of the last prefetch, or of one of all offloaded state at an assumed rate.
@@ -714,21 +711,21 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def window_bytes(self) -> int:
         """GPU bytes of state that was prefetched or is being prefetched."""
-        return sum(block.nbytes for block in self._stepper.engine.window())
+        return sum(block.nbytes for block in self._stepper.devices.window())
 
     def allocated_bytes(self) -> int:
         """GPU bytes that torch has allocated now on the devices of the parameters."""
-        return self._stepper.engine.allocated_bytes()
+        return sum(stats["allocated_bytes"]["all"]["current"] for stats in self._stepper.devices.allocators())
 
     def allocation_retries(self) -> int:
         """Times that torch's allocator ran out of memory on those devices and retried."""
-        return self._stepper.engine.allocation_retries()
+        return sum(stats["num_alloc_retries"] for stats in self._stepper.devices.allocators())
 
     def _current_streams(self) -> CurrentStreams:
-        return self._stepper.engine.current_streams()
+        return CurrentStreams(self._stepper.devices.pipelines)
 
     def _compute_queue(self, device: torch.device) -> Hashable:
-        return self._stepper.engine.compute_queue(device)
+        return self._stepper.devices.compute_queue(device)
 
     # -- memory and resources ----------------------------------------------------------------------
 
@@ -744,16 +741,16 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 ring that fits.
         """
         self._check_usable()
-        self._stepper.engine.reserve(self._store.planned(self._params_with_state()))
+        self._stepper.devices.reserve(self._store.planned(self._params_with_state()))
 
     def release_gpu_memory(self) -> None:
         """Waits, then releases the GPU staging; the next step takes it again."""
-        self._stepper.engine.release()
+        self._stepper.devices.release()
 
     def memory_report(self) -> MemoryReport:
         """Bytes that this optimizer holds now, by place and state key."""
         numel = sum(stored.shape.numel() for stored in self._store.stored() if stored.bound)
-        return memory_report(self._store.extents(), ring_bytes=self._stepper.engine.ring_bytes(), param_numel=numel)
+        return memory_report(self._store.extents(), ring_bytes=self._stepper.devices.ring_bytes(), param_numel=numel)
 
     def last_step_report(self) -> StepReport | None:
         """Transfers and times of the latest completed step.
@@ -761,7 +758,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Does not wait: right after `step` this is an earlier step. None before a step is complete,
         and on the CPU, where nothing moves. With `step_in_backward` it covers all parts of a step.
         """
-        return self._stepper.engine.last_step_report()
+        return self._stepper.devices.last_step_report()
 
     def close(self) -> None:
         """Waits, then releases page locks and GPU staging. Safe to call twice.
@@ -776,7 +773,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._backward_steps.detach()
             self._backward_steps = None
         self._closed = True
-        self._stepper.engine.close()
+        self._stepper.devices.close()
         self._store.close()
         self.state.clear()
 

@@ -34,7 +34,7 @@ from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.model_hooks import backward_step
 from fused_offload.plan.window_blocks import blocks_of
 from fused_offload.step import stepper
-from fused_offload.stream import pipeline
+from fused_offload.stream import prefetch
 
 FOLDER = Path()
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -163,9 +163,9 @@ def steps_in_backward() -> None:
 @scenario
 def window_memory_comes_from_the_stream_of_the_forward_pass() -> None:
     allocated: list[int] = []
-    window_memory = pipeline.Pipeline._window_memory
+    window_memory = prefetch.Window._memory
 
-    def spy(self: pipeline.Pipeline, nbytes: int) -> torch.Tensor | None:
+    def spy(self: prefetch.Window, nbytes: int) -> torch.Tensor | None:
         allocated.append(torch.cuda.current_stream().cuda_stream)
         return window_memory(self, nbytes)
 
@@ -173,7 +173,7 @@ def window_memory_comes_from_the_stream_of_the_forward_pass() -> None:
     hooks: set[int] = set()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stepper, "blocks_of", functools.partial(blocks_of, block_bytes=2**20))
-        patch.setattr(pipeline.Pipeline, "_window_memory", spy)
+        patch.setattr(prefetch.Window, "_memory", spy)
         for offload in (OffloadConfig(chunk_bytes=2**20, window_bytes="auto"), RESIDENT):
             model, optimizer = build(offload)
             if offload.window_bytes:

@@ -85,7 +85,7 @@ def train(formats: str, config: OffloadConfig, *, steps: int = 20, sizes: Any = 
 def poison(optimizer: FusedOffloadAdam) -> None:
     """Makes every byte of the ring a NaN, or for remainders nonsense."""
     optimizer.synchronize()
-    for pipeline in optimizer._stepper.engine.pipelines.values():
+    for pipeline in optimizer._stepper.devices.pipelines.values():
         for slot in pipeline.queues.ring.slots:
             slot.memory.fill_(255)
     torch.cuda.synchronize()

@@ -33,7 +33,7 @@ from fused_offload.memory.staging_ring import StagingRing
 from fused_offload.state.storage import Extent
 from fused_offload.step import devices
 from fused_offload.step.stepper import Stepper
-from fused_offload.stream.pipeline import Pipeline
+from fused_offload.stream.prefetch import Window
 from fused_offload.stream.queues import DeviceQueues
 from fused_offload.stream.skip_counter import SkipCounter
 from fused_offload.stream.step_upload import UploadBuffer
@@ -596,7 +596,7 @@ def installed(sim: SimulatedDevice, patch: pytest.MonkeyPatch) -> Iterator[None]
         patch.setattr(Stepper, "on_one_gpu", lambda self: True)
         make = Extent.__init__
         patch.setattr(Extent, "__init__", lambda *args, pin: make(*args, pin=True))
-        for owner in (Pipeline, StagingRing, UploadBuffer, SkipCounter, Extent):
+        for owner in (Window, StagingRing, UploadBuffer, SkipCounter, Extent):
             patch.setattr(sys.modules[owner.__module__], "torch", _Torch(sim))
     with _DeferredOperations(sim) if sim.schedule is not None else contextlib.nullcontext():
         yield

@@ -17,7 +17,7 @@ import torch
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.model_hooks import auto_prefetch
 from fused_offload.model_hooks.auto_prefetch import AutoPrefetch
-from fused_offload.step.devices import Engine
+from fused_offload.step.devices import Devices
 from fused_offload.stream.queues import CurrentStreams
 
 
@@ -27,7 +27,7 @@ class FakeOptimizer:
         self.copy_s, self.allocated, self.retries, self.window = 0.5, 1000, 0, 0
         self.attachment: AutoPrefetch | None = None
         self.hooks: list[Any] = []
-        self.engine = Engine(OffloadConfig())
+        self.devices = Devices(OffloadConfig())
 
     def prefetch(self) -> None:
         assert self.attachment is not None
@@ -51,7 +51,7 @@ class FakeOptimizer:
         return self.window
 
     def _current_streams(self) -> CurrentStreams:
-        return self.engine.current_streams()
+        return CurrentStreams(self.devices.pipelines)
 
     def register_step_post_hook(self, hook: Any) -> Any:
         self.hooks.append(hook)
@@ -363,7 +363,7 @@ def test_window_memory_comes_from_the_stream_of_the_forward_pass(
     loop = Loop(monkeypatch, window=window)
     optimizer = loop.optimizer
     assert optimizer.attachment is not None
-    optimizer.engine.pipelines[torch.device("cuda", 0)] = None  # type: ignore[assignment]
+    optimizer.devices.pipelines[torch.device("cuda", 0)] = None  # type: ignore[assignment]
     used: list[str] = []
     monkeypatch.setattr(optimizer, "prefetch", lambda: used.append(streams.current))
     for _ in range(4):

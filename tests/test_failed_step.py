@@ -130,7 +130,7 @@ def upload_copies(optimizer: FusedOffloadAdam, monkeypatch: pytest.MonkeyPatch) 
     copy_ = cuda_driver.copy_to_device_async
 
     def checked(target: int, source: int, nbytes: int, stream: int) -> None:
-        for pipeline in optimizer._stepper.engine.pipelines.values():
+        for pipeline in optimizer._stepper.devices.pipelines.values():
             memory = pipeline._upload._memory
             if target == memory.data_ptr():
                 assert nbytes <= memory.numel()

@@ -104,7 +104,7 @@ def test_a_child_keeps_the_gpu_memory_of_an_optimizer_that_is_garbage() -> None:
     param.grad = torch.ones(300)
     optimizer: Any = FusedOffloadAdam([param])
     optimizer.step()
-    [pipeline] = optimizer._stepper.engine.pipelines.values()
+    [pipeline] = optimizer._stepper.devices.pipelines.values()
     kept = [weakref.ref(thing) for thing in (pipeline, pipeline.queues, pipeline._upload, pipeline.skips)]
     del optimizer, pipeline
 

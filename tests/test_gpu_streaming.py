@@ -54,7 +54,7 @@ def test_small_chunks_of_many_sizes(formats: str) -> None:
 
 def delay(monkeypatch: pytest.MonkeyPatch, slow: str, dropped: str | None = None) -> None:
     """Puts a delay kernel in front of everything on one stream; drops all waits of another one."""
-    from fused_offload.stream import pipeline
+    from fused_offload.stream import pipeline, prefetch
 
     class SlowOps(pipeline.CudaOps):
         def _sleep(self, name: str) -> None:
@@ -77,7 +77,8 @@ def delay(monkeypatch: pytest.MonkeyPatch, slow: str, dropped: str | None = None
             self._sleep("d2h")
             super().copy_to_host(slot, copies)
 
-    monkeypatch.setattr(pipeline, "CudaOps", SlowOps)
+    for module in (pipeline, prefetch):
+        monkeypatch.setattr(module, "CudaOps", SlowOps)
 
 
 @pytest.mark.parametrize("slow", STREAMS)

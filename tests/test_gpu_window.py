@@ -58,12 +58,12 @@ def train(
 
 def poison_ring(optimizer: FusedOffloadAdam) -> None:
     """`poison` without its wait for the state, which would cancel the prefetch."""
-    engine = optimizer._stepper.engine
-    windows = {device: dict(pipeline._window) for device, pipeline in engine.pipelines.items()}
+    pipelines = optimizer._stepper.devices.pipelines
+    windows = {device: dict(pipeline.window.blocks) for device, pipeline in pipelines.items()}
     torch.cuda.synchronize()
     poison(optimizer)
     for device, loaded in windows.items():
-        engine.pipelines[device]._window.update(loaded)
+        pipelines[device].window.blocks.update(loaded)
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def test_any_window_equals_resident(formats: str, nbytes: int) -> None:
     used: list[int] = []
     config = window(nbytes)
     assert_same(
-        train(formats, config, before=lambda _, optimizer: used.append(len(optimizer._stepper.engine.window()))),
+        train(formats, config, before=lambda _, optimizer: used.append(len(optimizer._stepper.devices.window()))),
         resident(formats),
     )
     assert used[0] == 0  # no state yet
@@ -156,7 +156,7 @@ def test_skipped_and_refused_steps_leave_no_trace() -> None:
                 optimizer.found_inf = torch.ones(1)  # type: ignore[attr-defined]
                 optimizer.step()
                 del optimizer.found_inf  # type: ignore[attr-defined]
-                assert optimizer._stepper.engine.window() == ()
+                assert optimizer._stepper.devices.window() == ()
             elif step == 4:  # known on the device only
                 optimizer.found_inf = torch.ones(1, device="cuda")  # type: ignore[attr-defined]
                 optimizer.step()
@@ -165,7 +165,7 @@ def test_skipped_and_refused_steps_leave_no_trace() -> None:
                 params[0].grad = params[0].grad.to_sparse()  # type: ignore[union-attr]
                 with pytest.raises(RuntimeError):
                     optimizer.step()
-                assert optimizer._stepper.engine.window() == ()
+                assert optimizer._stepper.devices.window() == ()
             elif step == 6:  # the caller never steps, and goes on
                 continue
             else:

@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("triton")
 
 from fused_offload.memory.staging_ring import Slot
-from fused_offload.plan.window_blocks import WriteBacks
 from fused_offload.state.layout import ArrayPlace
 from fused_offload.stream.copies import ChunkTransfer, Copy
 from fused_offload.stream.schedule import (
@@ -26,6 +25,7 @@ from fused_offload.stream.schedule import (
     stream_chunks,
     write_back_window,
 )
+from fused_offload.stream.write_backs import WriteBacks
 
 EDGES = ("previous step", "slot reuse", "compute after prefetch", "write-back after compute", "window memory")
 WINDOW_EDGE = "window memory"
@@ -150,7 +150,7 @@ class FakeWindow:
         for place in places:
             memory = Slot(None)  # type: ignore[arg-type]
             self.ops.activation(memory)
-            written = self.write_backs.of_block(place)
+            written = self.write_backs.before_block(place)
             self.ops.of_state = 1
             self.loaded[place] = load_block(place, memory, self.ops, written)  # type: ignore[arg-type]
 
@@ -187,13 +187,13 @@ def train(
         in_host_memory = [place for place in not_loaded if is_zero_copy[place]]
         chunks = [streamed(ops, slots, place) for place in not_loaded if place not in in_host_memory]
         in_window = [window.chunk(place) for place in places if place in window.loaded]
-        previous = write_backs.of_streamed(window.loaded)
-        blocks = write_backs.of_host_memory(window.loaded)
-        ops.of_state = len(previous) if chunks else 0
+        write_backs.begin_step()
+        previous = write_backs.before_copies
+        ops.of_state = int(bool(chunks) and previous is not None)
         event = stream_chunks(chunks, slots, ops, previous, in_window)
         if in_host_memory:
             launches = [partial(ops.kernel_in_host_memory, place) for place in in_host_memory]
-            event = launch_in_host_memory(launches, ops, blocks)
+            event = launch_in_host_memory(launches, ops, write_backs.before_kernels)
         if event is not None:
             write_backs.note_streamed(event, window.loaded)
         write_back_window(in_window, ops, write_backs.note_block)
@@ -232,7 +232,7 @@ def test_every_wait_is_needed(edge: str, windows: bool, zero_copy: bool, monkeyp
 
 def test_write_backs_of_single_blocks_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The event of the last streamed chunk does not stand for blocks that are written back behind it."""
-    monkeypatch.setattr(WriteBacks, "note_block", lambda self, block, event: setattr(self, "last", event))
+    monkeypatch.setattr(WriteBacks, "note_block", lambda self, block, event: None)
     outcomes = [train(seed, monkeypatch, depth=2) for seed in range(300)]
     assert any(errors or slab != expected for slab, expected, errors in outcomes)
 
@@ -255,41 +255,43 @@ def test_no_h2d_waits_for_an_unrelated_write_back() -> None:
     slots = [Slot(None) for _ in range(3)]  # type: ignore[arg-type]
     ops = FakeOps([0] * 7)
     waits = waits_of_h2d(ops)
-    stream_chunks([streamed(ops, slots, place) for place in range(3)], slots, ops, [])
+    stream_chunks([streamed(ops, slots, place) for place in range(3)], slots, ops, None)
     assert waits == []
 
 
-def test_a_streamed_chunk_does_not_wait_for_the_window_of_the_step_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Window chunks are written back last, under the next forward pass: nothing but the same blocks waits for that."""
+def test_a_streamed_chunk_waits_for_no_more_than_the_blocks_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are written back last, under the next forward pass; the prefetch has waited for them already."""
     slots = [Slot(None) for _ in range(2)]  # type: ignore[arg-type]
     ops, write_backs = FakeOps([0] * 7), WriteBacks()
     window = FakeWindow(ops, write_backs, monkeypatch)
-    written: dict[int, FakeEvent] = {}
+    written: list[FakeEvent] = []
 
-    def step() -> FakeEvent:
+    def step() -> list[FakeEvent]:
+        used = [slot.written_back for slot in slots]
         window.prefetch((0, 1))
-        chunks = [streamed(ops, slots, place) for place in (2, 3)]
+        write_backs.begin_step()
         in_window = [window.chunk(place) for place in (0, 1)]
-        event = stream_chunks(chunks, slots, ops, write_backs.of_streamed(window.loaded), in_window)
+        chunks = [streamed(ops, slots, place) for place in (2, 3)]
+        event = stream_chunks(chunks, slots, ops, write_backs.before_copies, in_window)
         write_backs.note_streamed(event, window.loaded)
 
         def note(place: Any, event: Any) -> None:
-            written[place] = event
+            written.append(event)
             write_backs.note_block(place, event)
 
         write_back_window(in_window, ops, note)
         window.loaded.clear()
-        return event  # type: ignore[return-value]
+        return used
 
-    last_streamed = step()
-    before = dict(written)
-    waits = waits_of_h2d(ops)
     step()
+    before = list(written)
+    waits = waits_of_h2d(ops)
+    used = step()
     write_backs_waited_for = [event for event in waits if event.stream is ops.d2h]
-    assert write_backs_waited_for[:2] == [before[0], before[1]]  # each block for its own
-    assert before[0] not in write_backs_waited_for[1:]
-    assert before[1] not in write_backs_waited_for[2:]
-    assert last_streamed in write_backs_waited_for
+    assert write_backs_waited_for[:2] == before  # each block for its own
+    assert set(write_backs_waited_for[2:]) <= {*before, *used}
+    ops.run_all(random.Random(0))
+    assert ops.slab[:4] == [2, 2, 2, 2]
 
 
 def test_kernels_of_the_window_run_between_the_streamed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +305,7 @@ def test_kernels_of_the_window_run_between_the_streamed_ones(monkeypatch: pytest
         [streamed(ops, slots, place) for place in (3, 4, 5)],
         slots,
         ops,
-        [],
+        None,
         [window.chunk(place) for place in range(3)],
     )
     assert order == [3, 0, 4, 1, 5, 2]
@@ -326,9 +328,10 @@ def test_a_kernel_in_host_memory_waits_for_nothing_without_a_window() -> None:
 
     ops.wait = wait  # type: ignore[method-assign]
     for _ in range(3):
-        stream_chunks([streamed(ops, slots, 0)], slots, ops, write_backs.of_streamed(()))
+        write_backs.begin_step()
+        stream_chunks([streamed(ops, slots, 0)], slots, ops, write_backs.before_copies)
         launch = partial(ops.kernel_in_host_memory, 1)
-        event = launch_in_host_memory([launch], ops, write_backs.of_host_memory(()))
+        event = launch_in_host_memory([launch], ops, write_backs.before_kernels)
         write_backs.note_streamed(event, ())
     assert all(stream is ops.h2d for stream in waits)
     ops.run_all(random.Random(0))

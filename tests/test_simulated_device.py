@@ -30,15 +30,17 @@ from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.memory import cuda_driver
 from fused_offload.memory.staging_ring import StagingRing
 from fused_offload.model_hooks import backward_step
-from fused_offload.plan.window_blocks import WriteBacks, blocks_of
+from fused_offload.plan.window_blocks import blocks_of
 from fused_offload.step import stepper
 from fused_offload.stream import skip_counter as skips
 from fused_offload.stream import step_upload
 from fused_offload.stream.pipeline import Pipeline
+from fused_offload.stream.prefetch import Window
 from fused_offload.stream.queues import DeviceQueues
 from fused_offload.stream.schedule import StreamedChunk
 from fused_offload.stream.skip_counter import SkipCounter
 from fused_offload.stream.step_upload import UploadBuffer
+from fused_offload.stream.write_backs import WriteBacks
 
 CHUNK_BYTES = 2048
 SIZES = ((300,), (1,), (25, 11), (200,))
@@ -462,7 +464,7 @@ def test_a_way_to_stream_leaves_nothing_to_the_next() -> None:
 
 RECORDS = {"record", "record_event"}
 WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "record_stream"}
-ORDERED_BY = (Pipeline, DeviceQueues, StreamedChunk, UploadBuffer, WriteBacks, SkipCounter, StagingRing)
+ORDERED_BY = (Pipeline, Window, DeviceQueues, StreamedChunk, UploadBuffer, WriteBacks, SkipCounter, StagingRing)
 MODULES = sorted({owner.__module__ for owner in ORDERED_BY} | {cuda_driver.__name__})
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import helpers
@@ -18,8 +19,9 @@ from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.memory.staging_ring import Slot, StagingRing
 from fused_offload.model_hooks import backward_step
 from fused_offload.model_hooks.stepped_grad import SteppedGrad
-from fused_offload.plan.window_blocks import WriteBacks
+from fused_offload.step.devices import Devices
 from fused_offload.step.stepper import Stepper
+from fused_offload.stream.write_backs import WriteBacks
 
 device = helpers.device
 
@@ -643,17 +645,23 @@ def test_parameters_left_without_gradient_by_model_zero_grad(device: str) -> Non
 
 
 def test_parts_wait_for_what_was_written_before_the_first() -> None:
-    backs = WriteBacks()
+    devices, backs = Devices(OffloadConfig()), WriteBacks()
+    devices.pipelines = {torch.device("cuda", 0): SimpleNamespace(write_backs=backs)}  # type: ignore[dict-item]
     backs.note_streamed("before", ())
-    backs.in_parts(True)
-    assert backs.of_streamed(()) == ["before"]
-    backs.note_streamed("first part", ())
-    backs.in_parts(True)
-    assert backs.of_streamed(()) == ["before"]
-    backs.note_streamed("second part", ())
-    assert backs.last == "second part"
-    backs.in_parts(False)
-    assert backs.of_streamed(()) == ["second part"]
+    for part in ("first part", "second part"):
+        devices.begin_step(has_more_parts=True)
+        assert backs.before_copies == "before"
+        backs.note_streamed(part, ())
+    devices.begin_step(has_more_parts=False)
+    assert backs.before_copies == "before"
+    backs.note_streamed("last part", ())
+    assert backs.last == "last part"
+    devices.begin_step(has_more_parts=True)
+    assert backs.before_copies == "last part"
+    backs.note_streamed("only part", ())
+    devices.end_step()  # state was loaded
+    devices.begin_step(has_more_parts=False)
+    assert backs.before_copies == "only part"
 
 
 def test_a_step_begins_with_the_slot_that_was_free_first() -> None:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
-from fused_offload.step.devices import Engine
+from fused_offload.step.devices import Devices
 from fused_offload.step.step_report import combined, report_of
 from fused_offload.stream.timing import Span, StepLog, StepMarks
+from fused_offload.stream.write_backs import WriteBacks
 
 
 class At:
@@ -83,46 +84,43 @@ def test_parts_of_a_step_add_up() -> None:
 class FakePipeline:
     def __init__(self) -> None:
         self.log = StepLog()
-
-    def in_parts(self, open_: bool) -> None:
-        pass
+        self.write_backs = WriteBacks()
 
 
-def exposed(engine: Engine) -> float | None:
-    report = engine.last_step_report()
+def exposed(devices: Devices) -> float | None:
+    report = devices.last_step_report()
     return None if report is None else report.exposed_ms
 
 
 def test_the_newest_step_that_all_its_devices_are_through_with() -> None:
-    engine, one, other = Engine(OffloadConfig()), FakePipeline(), FakePipeline()
-    engine.pipelines = {torch.device("cuda", 0): one, torch.device("cuda", 1): other}  # type: ignore[dict-item]
-    assert exposed(engine) is None
+    devices, one, other = Devices(OffloadConfig()), FakePipeline(), FakePipeline()
+    devices.pipelines = {torch.device("cuda", 0): one, torch.device("cuda", 1): other}  # type: ignore[dict-item]
+    assert exposed(devices) is None
     slow = At(150, happened=False)
     one.log.add(1, marks(computed=At(101)))
     other.log.add(1, marks(computed=At(102)))
     one.log.add(2, marks(computed=At(103)))
     other.log.add(2, marks(computed=At(104), to_host=(Span((At(100),), slow, 1),)))
-    assert exposed(engine) == 2  # the write-back of the second is under way on one of them
+    assert exposed(devices) == 2  # the write-back of the second is under way on one of them
     slow.happened = True
-    assert exposed(engine) == 4
+    assert exposed(devices) == 4
     one.log.add(3, marks(computed=At(105)))  # the other had no gradients
-    assert exposed(engine) == 5
+    assert exposed(devices) == 5
     for number in range(4, 100):
         one.log.add(number, marks(computed=At(0, happened=False)))
-    assert exposed(engine) == 5  # and steps that have not ended take no more and more memory
+    assert exposed(devices) == 5  # and steps that have not ended take no more and more memory
     assert len(one.log.numbers()) < 10
 
 
 def test_a_step_in_parts_is_reported_when_its_last_part_is_there() -> None:
-    engine, pipeline = Engine(OffloadConfig()), FakePipeline()
-    engine.pipelines = {torch.device("cuda", 0): pipeline}  # type: ignore[dict-item]
-    engine.in_parts(True)
-    engine._steps, engine._step_is_open = 1, True
+    devices, pipeline = Devices(OffloadConfig()), FakePipeline()
+    devices.pipelines = {torch.device("cuda", 0): pipeline}  # type: ignore[dict-item]
+    devices.begin_step(has_more_parts=True)
     pipeline.log.add(1, marks())
-    assert exposed(engine) is None
+    assert exposed(devices) is None
     pipeline.log.add(1, marks())
-    engine.in_parts(False)
-    assert exposed(engine) == 20
+    devices.begin_step(has_more_parts=False)
+    assert exposed(devices) == 20
 
 
 def test_several_devices_work_at_the_same_time() -> None:

@@ -30,7 +30,7 @@ from fused_offload.profiles.machine_key import MachineKey
 from fused_offload.profiles.profile import CHOICES, Choice, Profile, Timing, as_json
 from fused_offload.profiles.profile_files import Found
 from fused_offload.profiles.units import MIB
-from fused_offload.step import devices as engine
+from fused_offload.step import devices
 from fused_offload.tuning import candidates
 
 KEY = MachineKey("NVIDIA H100 80GB HBM3", "32.0 GT/s PCIe x16", "Xeon, 16 CPUs, 1 NUMA nodes", {"torch": "2.11"})
@@ -457,8 +457,8 @@ def test_the_cpu_has_no_profile() -> None:
 
 @pytest.mark.usefixtures("tuned")
 def test_steps_report_their_share_of_the_measured_link() -> None:
-    assert engine._link_gbps(CUDA) == 47.0
-    assert engine._link_gbps(torch.device("cpu")) is None
+    assert devices._link_gbps(CUDA) == 47.0
+    assert devices._link_gbps(torch.device("cpu")) is None
 
 
 def test_predictions_meet_what_was_measured() -> None:

@@ -60,7 +60,7 @@ def train(formats: str, config: OffloadConfig, *, prefetched: bool = False) -> F
             param.grad = None if (index, step) == (1, 1) else grad
         if prefetched and step:
             optimizer.prefetch()
-            assert optimizer._stepper.engine.window()
+            assert optimizer._stepper.devices.window()
         optimizer.step()
     return optimizer
 

@@ -54,24 +54,27 @@ class ChunkKind(NamedTuple):
 
 @dataclass(eq=False)
 class StepPlan:
-    """What one step does.
+    """Chunks of one step.
 
     Attributes:
         chunks: streamed chunks and those that are updated in host memory, then those in the window, then what is
             resident; a piece's segment is an index into the step's updates.
         starts: first element of each update in its extent.
         initial: entries whose state this step is the first to write.
-        derived: what a device's pipeline worked out from the plan; lives as long as the plan.
+        derived: `DevicePlan` of each device; lives as long as the plan.
+        chunks_on: chunks of parameters on each device, in order.
     """
 
     chunks: tuple[Chunk, ...]
     starts: list[int]
     initial: list[ParamState]
     derived: dict[torch.device, Any] = field(default_factory=dict)
+    chunks_on: dict[torch.device, list[Chunk]] = field(init=False, default_factory=dict)
 
-    def chunks_of(self, device: torch.device) -> list[Chunk]:
-        """Chunks of parameters on one device, in order."""
-        return [chunk for chunk in self.chunks if extent_of(chunk).layout.device == device]
+    def __post_init__(self) -> None:
+        """Sorts the chunks by device."""
+        for chunk in self.chunks:
+            self.chunks_on.setdefault(extent_of(chunk).layout.device, []).append(chunk)
 
 
 class Planner:

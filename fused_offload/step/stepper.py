@@ -1,4 +1,4 @@
-"""One step from groups and gradients to enqueued work: what is checked, remembered and counted between steps."""
+"""One step from groups and gradients to enqueued work."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any, cast
 import torch
 
 from fused_offload.config import OffloadConfig
+from fused_offload.memory.staging_ring import ENQUEUE_LOCK
 from fused_offload.params.dtensors import local_of
 from fused_offload.params.tracker import ParamTracker, Updates
-from fused_offload.plan.planner import Planner
+from fused_offload.plan.planner import Planner, StepPlan
 from fused_offload.plan.window_blocks import blocks_of
 from fused_offload.rules.base import UpdateRule
 from fused_offload.state.param_state import ParamState, StateHooks
 from fused_offload.state.store import StateStore
 from fused_offload.stream.step_inputs import ScalerInputs, StepInputs
 
-from .devices import Engine
+from .devices import Devices
 from .profiler_ranges import phase
 
 
@@ -25,14 +26,14 @@ class Stepper:
     """Runs the steps of one optimizer.
 
     Attributes:
-        engine: runs plans.
+        devices: pipelines of the devices in use.
         planner: makes plans.
-        failure: what went wrong after a step's first launch, or None; parameters and state no longer belong together.
+        failure: error after a step's first change, or None; with one, parameters and state are of different steps.
     """
 
     def __init__(self, config: OffloadConfig, hooks: StateHooks, store: StateStore) -> None:
         """Knows no parameters yet."""
-        self.engine = Engine(config)
+        self.devices = Devices(config)
         self.planner = Planner(config)
         self._config = config
         self._part_planners: list[Planner] = []
@@ -52,12 +53,12 @@ class Stepper:
         """Streams by another configuration from the next step on; what is offloaded and page-locked stays so.
 
         Args:
-            config: how state is streamed.
+            config: the configuration.
         """
-        self.engine.wait()
-        self.engine.release()
-        self.engine.close()
-        self.engine, self.planner = Engine(config), Planner(config)
+        self.devices.wait()
+        self.devices.release()
+        self.devices.close()
+        self.devices, self.planner = Devices(config), Planner(config)
         self._counted_skips = 0
         self._config = config
         self._part_planners.clear()
@@ -70,7 +71,7 @@ class Stepper:
         decoupled_grad: bool,
         given: Mapping[int, torch.Tensor] | None = None,
     ) -> Updates:
-        """What has a gradient, checked; changes nothing.
+        """Finds and checks the step's gradients; changes nothing.
 
         Args:
             param_groups: the optimizer's groups.
@@ -91,9 +92,9 @@ class Stepper:
         """Starts to bring state to the GPU for the next step.
 
         Args:
-            window_bytes: GPU bytes that state may take; what is prefetched already counts.
+            window_bytes: GPU bytes that state may take, with blocks that are loaded already.
         """
-        if not self.engine.window():
+        if not self.devices.window():
             self._store.rehome_moved()
             self._prefetched_version = self._store.views_version()
         chosen, used = [], 0
@@ -102,19 +103,19 @@ class Stepper:
             if used > window_bytes:
                 break
             chosen.append(block)
-        self.engine.prefetch(chosen)
+        self.devices.prefetch(chosen)
 
     def prefetch_more(self, more_bytes: int) -> None:
-        """As `prefetch`, with a limit on what is loaded besides what is on its way.
+        """`prefetch` with a limit on the blocks that it adds.
 
         Args:
-            more_bytes: GPU bytes.
+            more_bytes: GPU bytes beside those of blocks that are loaded.
         """
-        self.prefetch(sum(block.nbytes for block in self.engine.window()) + more_bytes)
+        self.prefetch(sum(block.nbytes for block in self.devices.window()) + more_bytes)
 
     def window_seconds(self, assumed_bytes_per_s: float) -> float:
-        """How long the last window took to the GPU, or all state would take at an assumed rate."""
-        measured = self.engine.prefetch_seconds()
+        """Time that the last window took to the GPU, or that all state would take at an assumed rate."""
+        measured = self.devices.prefetch_seconds()
         if measured is not None:
             return measured
         return sum(extent.nbytes for extent in self._store.extents() if extent.slab is not None) / assumed_bytes_per_s
@@ -140,47 +141,30 @@ class Stepper:
 
         Args:
             param_groups: the optimizer's groups; ``step`` is updated.
-            updates: what `observe` returned.
+            updates: gradients, from `observe`.
             scaler: a gradient scaler's requests.
             rule: the arithmetic.
             wanted: parameters that get state, asked for only when something changed.
-            part: which part of a step this is, if it is not the last one. Only the last one counts the step.
+            part: number of this part of a step, if another one follows. Only the last one counts the step.
             done: called as the last change.
         """
-        if scaler.found_inf is None or self._unconfirmed:
-            # Without a signal, the kernel takes its step's number from the host. Behind a first step, the host decides
-            # whether the parameter is still the master, which a rounded copy may differ from.
-            self.engine.wait_for_skips()
-        self.take_in_skips(param_groups)
+        # Without a signal, the kernel takes its step's number from the host. Behind a first step, the host decides
+        # whether the parameter is still the master, which a rounded copy may differ from.
+        self._settle_skips(param_groups, wait=scaler.found_inf is None or bool(self._unconfirmed))
         entries = self._ready_entries(updates, wanted)
-        if self.engine.window() and self._store.views_version() != self._prefetched_version:
-            self.engine.cancel_prefetch()  # somebody wrote to a view that was handed out before
-        planner = self.planner if part is None else self._part_planner(part)
-        plan = planner.plan(updates, entries, self._hooks.version, self.engine.window())
-        steps = [int(group.get("step", 0)) + 1 for group in param_groups]
-        pending = self.engine.pending_skips()
-        groups = list(dict.fromkeys(updates.groups))
-        inputs = StepInputs(
-            rule,
-            updates,
-            {index: rule.step_values(param_groups[index], steps[index]) for index in groups},
-            {index: rule.skip_rows(param_groups[index], steps[index], pending) for index in groups},
-            scaler,
-        )
-
-        def launching() -> None:
-            self.failure = "it was interrupted"  # from the first change to the last
-            if part is None:
-                for group, step in zip(param_groups, steps, strict=True):
-                    group["step"] = step
-
+        plan = self._plan(updates, entries, part)
+        inputs = self._inputs(param_groups, updates, scaler, rule)
         try:
-            self.engine.run(plan, inputs, launching)
+            with ENQUEUE_LOCK:
+                prepared = self.devices.prepare(plan, inputs)
+                self.failure = "it was interrupted"  # from the first change to the last
+                if part is None:
+                    _count_step(param_groups)
+                self.devices.begin_step(has_more_parts=part is not None)
+                self.devices.enqueue(prepared)
+            self.devices.run_on_cpu(plan, inputs)
             updates.write_copies_back()
-            for entry in plan.initial:
-                entry.mark_set()
-            if scaler.found_inf is not None and scaler.found_inf.device.type != "cpu":
-                self._unconfirmed += plan.initial
+            self._note_first_steps(plan, scaler)
             if done is not None:
                 done()
             self.failure = None
@@ -188,6 +172,35 @@ class Stepper:
             if self.failure is not None:
                 self.failure = f"{type(error).__name__}: {error}"
             raise
+
+    def _plan(self, updates: Updates, entries: list[ParamState], part: int | None) -> StepPlan:
+        """Chunks of the step; a prefetch that may be out of date is discarded before."""
+        window = self.devices.window()
+        if window and self._store.views_version() != self._prefetched_version:
+            self.devices.cancel_prefetch()  # somebody wrote to a view that was handed out before
+            window = ()
+        planner = self.planner if part is None else self._part_planner(part)
+        return planner.plan(updates, entries, self._hooks.version, window)
+
+    def _inputs(
+        self, param_groups: Sequence[dict[str, Any]], updates: Updates, scaler: ScalerInputs, rule: UpdateRule
+    ) -> StepInputs:
+        """Inputs of the step that follows those counted so far."""
+        groups = {index: param_groups[index] for index in dict.fromkeys(updates.groups)}
+        steps = {index: _next_step(group) for index, group in groups.items()}
+        values = {index: rule.step_values(group, steps[index]) for index, group in groups.items()}
+        rows = {}
+        if scaler.found_inf is not None:
+            pending = self.devices.pending_skips()
+            rows = {index: rule.skip_rows(group, steps[index], pending) for index, group in groups.items()}
+        return StepInputs(rule, updates, values, rows, scaler)
+
+    def _note_first_steps(self, plan: StepPlan, scaler: ScalerInputs) -> None:
+        """Marks state as written that was at its initial value, and as unconfirmed where the device may skip."""
+        for entry in plan.initial:
+            entry.mark_set()
+        if scaler.found_inf is not None and scaler.found_inf.device.type != "cpu":
+            self._unconfirmed += plan.initial
 
     def _part_planner(self, part: int) -> Planner:
         """Plans of each part are kept apart: a step has more parts than one planner keeps plans."""
@@ -251,31 +264,48 @@ class Stepper:
             )
         return None
 
-    def take_in_skips(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Corrects step counts by the skips that the host has learned of."""
-        known = self.engine.known_skips()
+    def _settle_skips(self, param_groups: Sequence[dict[str, Any]], *, wait: bool = False) -> None:
+        """Corrects step counts by the skips that the host has learned of.
+
+        Args:
+            param_groups: the optimizer's groups; ``step`` is updated.
+            wait: for the outcome of every step.
+        """
+        counters = [pipeline.skips for pipeline in self.devices.pipelines.values()]
+        # Devices only skip on their own where all parameters are on one.
+        known = sum([counter.learn(wait=wait) for counter in counters])
         if known > self._counted_skips:
             before, self.failure = self.failure, self.failure or "step counts were being corrected"
             for group in param_groups:
                 group["step"] = max(0, int(group.get("step", 0)) - (known - self._counted_skips))
             self._counted_skips = known
             self.failure = before
-        if self._unconfirmed and not self.engine.pending_skips():
+        if self._unconfirmed and not self.devices.pending_skips():
             # Every step after a first one waits for its outcome, so the first one is the last that is known.
-            if self.engine.last_was_skipped():
+            if any(counter.last_was_skipped for counter in counters):
                 for entry in self._unconfirmed:
                     entry.forget_initial_state()
             self._unconfirmed.clear()
 
     def wait(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Waits until the host copy of the state is complete and all skipped steps are known."""
-        self.engine.wait()
-        self.take_in_skips(param_groups)
+        self.devices.wait()
+        self._settle_skips(param_groups)
 
     def forget_entries(self) -> None:
-        """Drops what steps remember of the state, which would keep the storage of removed entries alive."""
+        """Drops plans, views and entries, which would keep the storage of removed entries alive."""
         self.planner.forget()
         self._part_planners.clear()
         self._store.forget_views()
         self._entries = []
         self._entries_made_for = (-1, -1)
+
+
+def _next_step(group: Mapping[str, Any]) -> int:
+    return int(group.get("step", 0)) + 1
+
+
+def _count_step(param_groups: Sequence[dict[str, Any]]) -> None:
+    steps = [_next_step(group) for group in param_groups]
+    for group, step in zip(param_groups, steps, strict=True):
+        group["step"] = step

@@ -1,9 +1,9 @@
-"""What a device's pipeline works out once for a plan: addresses, copies, kernels' arguments, bytes."""
+"""The part of a step plan on one device: addresses, copies, kernels' arguments, bytes."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from fused_offload.config import OffloadConfig
@@ -25,46 +25,64 @@ class _Moved(NamedTuple):
     """Bytes of state that cross the link.
 
     Attributes:
-        to_device: what kernels read.
-        to_host: what they write.
+        to_device: bytes that kernels read.
+        to_host: bytes that they write.
     """
 
     to_device: int
     to_host: int
 
     @classmethod
-    def by(cls, transfers: Iterable[ChunkTransfer | None]) -> _Moved:
+    def by(cls, transfers: Collection[ChunkTransfer]) -> _Moved:
         """All bytes of some transfers."""
-        known = [transfer for transfer in transfers if transfer is not None]
         return cls(
-            sum(bytes_of(transfer.to_device) for transfer in known),
-            sum(bytes_of(transfer.to_host) for transfer in known),
+            sum(bytes_of(transfer.to_device) for transfer in transfers),
+            sum(bytes_of(transfer.to_host) for transfer in transfers),
         )
 
 
 class DevicePlan:
-    """What the pipeline works out once per plan and device."""
+    """The part of a step plan on one device, with everything that is the same in each of its steps.
+
+    Attributes:
+        table: addresses of parameters and gradients.
+        kinds: kind of each chunk.
+        transfers: copies of each chunk that streams, by its index.
+        in_window: index of each chunk in the window, its block, and the copies of what it writes.
+        in_host_memory: indices of chunks whose kernels work on host memory.
+        resident: indices of chunks whose state stays on the device.
+        copied: bytes that the streamed chunks move.
+        mapped: bytes that kernels move which work on host memory.
+        need: ring that the streamed chunks need, or None.
+        compiled_for: arguments that the kernels were compiled for, see `Launches.compiled_for`.
+    """
 
     def __init__(self, plan: StepPlan, chunks: list[Chunk], rule: UpdateRule, updates: Updates, config: OffloadConfig):
         self.table = AddressTable(plan, chunks, updates, programs_of)
         self.kinds: list[ChunkKind] = []
-        self.transfers: list[ChunkTransfer | None] = []
-        self.window_copies: dict[int, tuple[Copy, ...]] = {}  # write-back of the chunks in the window, by index
-        in_host_memory: list[ChunkTransfer] = []  # what copies would move for the chunks that need none
+        self.transfers: dict[int, ChunkTransfer] = {}
+        self.in_window: list[tuple[int, WindowBlock, tuple[Copy, ...]]] = []
+        self.in_host_memory: list[int] = []
+        self.resident: list[int] = []
+        mapped = []  # what copies would move for the chunks that need none
         for index, chunk in enumerate(chunks):
             kind = chunk.kind
             assert isinstance(kind, ChunkKind)
             phase = rule.phases[kind.phase]
             self.kinds.append(kind)
-            self.transfers.append(chunk_transfer(chunk, kind, phase) if kind.origin is None else None)
             if kind.block is not None:
-                self.window_copies[index] = block_write_back(kind.block, chunk, phase)
+                self.in_window.append((index, kind.block, block_write_back(kind.block, chunk, phase)))
             elif kind.max_programs is not None:
-                in_host_memory.append(chunk_transfer(chunk, kind, phase))
-        self.copied, self.mapped = _Moved.by(self.transfers), _Moved.by(in_host_memory)
-        streamed = {kind.extent for kind in self.kinds if kind.origin is None}
+                self.in_host_memory.append(index)
+                mapped.append(chunk_transfer(chunk, kind, phase))
+            elif kind.extent.layout.resident:
+                self.resident.append(index)
+            else:
+                self.transfers[index] = chunk_transfer(chunk, kind, phase)
+        self.copied, self.mapped = _Moved.by(self.transfers.values()), _Moved.by(mapped)
+        streamed = {self.kinds[index].extent for index in self.transfers}
         self.need = ring_need(config, ((extent.layout, extent.numel) for extent in streamed))
-        self.compiled_for: Any = None  # arguments that the kernels of this plan were compiled for
+        self.compiled_for: Any = None
         # By slot, weakly: a ring that is released or grown takes its slots' views with it.
         self._states: weakref.WeakKeyDictionary[Slot, dict[Any, BoundState]] = weakref.WeakKeyDictionary()
 
@@ -76,8 +94,16 @@ class DevicePlan:
         ring: StagingRing,
         window: Mapping[WindowBlock, LoadedBlock],
     ) -> BoundState:
-        """State of a chunk as the kernel takes it; full chunks of a kind share the same views."""
-        kind, transfer = self.kinds[index], self.transfers[index]
+        """State of a chunk as its kernel takes it; full chunks of a kind share the same views.
+
+        Args:
+            index: of the chunk.
+            slot_index: slot of a chunk that streams.
+            rule: the arithmetic.
+            ring: the device's ring.
+            window: loaded blocks.
+        """
+        kind, transfer = self.kinds[index], self.transfers.get(index)
         if kind.block is not None:
             return rule.bind(kind.block.place.carve(window[kind.block].slot.memory), kind.initial)
         if transfer is None:
@@ -91,7 +117,7 @@ class DevicePlan:
 
 
 def ring_need(config: OffloadConfig, extents: Iterable[tuple[Layout, int]]) -> RingNeed | None:
-    """What streaming extents, given by layout and elements, needs of the ring; None if nothing does."""
+    """The ring that streaming extents needs, given by layout and elements; None if none streams."""
     needs = []
     for layout, numel in extents:
         chunk_bytes, depth, programs = extent_streaming(config, layout, numel)

@@ -1,4 +1,4 @@
-"""The kernel launches of one step on one device: arguments, and what has to be compiled before the first."""
+"""The kernel launches of one step on one device, and their compilation before the first."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import torch
 
 from fused_offload.kernels.launch import LaunchKind, ScalerSignals
-from fused_offload.rules.base import BoundState
+from fused_offload.memory.staging_ring import StagingRing
+from fused_offload.plan.window_blocks import WindowBlock
 
 from .device_plan import DevicePlan
+from .schedule import LoadedBlock
 from .step_inputs import StepInputs
 
 
@@ -24,6 +26,8 @@ class Launches:
         table: torch.Tensor,
         aligned: Sequence[bool],
         signals: Mapping[int | None, ScalerSignals],
+        ring: StagingRing,
+        window: Mapping[WindowBlock, LoadedBlock],
     ) -> None:
         """Keeps what all launches share.
 
@@ -33,15 +37,25 @@ class Launches:
             table: the address table on this device.
             aligned: for each chunk, whether all its addresses allow the widest accesses.
             signals: a gradient scaler's signals by group.
+            ring: the device's ring.
+            window: loaded blocks.
         """
         self._plan = plan
         self._inputs = inputs
         self._table = table
         self._aligned = aligned
         self._signals = signals
+        self._ring = ring
+        self._window = window
 
-    def launch(self, index: int, state: BoundState) -> None:
-        """Enqueues the kernel of one chunk."""
+    def launch(self, index: int, slot_index: int = 0) -> None:
+        """Enqueues the kernel of one chunk.
+
+        Args:
+            index: of the chunk.
+            slot_index: slot of a chunk that streams.
+        """
+        state = self._plan.state(index, slot_index, self._inputs.rule, self._ring, self._window)
         rows = self._plan.table.chunks[index]
         phase = self._inputs.rule.phases[self._plan.kinds[index].phase]
         phase.launch(self._table[rows.first :], rows.rows, rows.programs, state, *self._shared(index))
@@ -61,19 +75,24 @@ class Launches:
 
     @property
     def compiled_for(self) -> Any:
-        """What the kernels of all chunks depend on, besides the plan."""
+        """Arguments that the kernels of all chunks are compiled for, besides the plan."""
         rule, scaler = self._inputs.rule, self._inputs.scaler
         by_group = [(group, rule.compiled_values(values)) for group, values in self._inputs.values.items()]
         return list(self._aligned), rule.numerics, by_group, scaler.found_inf is None, scaler.grad_scale is None
 
-    def compile(self, index: int, state: BoundState, known: set[Any]) -> None:
-        """Compiles and loads the kernel of one chunk.
+    def compile(self, known: set[Any]) -> None:
+        """Compiles and loads the kernels of all chunks.
 
         Args:
-            index: of the chunk.
-            state: its state.
-            known: what is compiled already; updated.
+            known: arguments of kernels that are compiled already; updated.
         """
+        needed = self.compiled_for
+        if self._plan.compiled_for != needed:
+            for index in range(len(self._plan.kinds)):
+                self._compile(index, known)
+            self._plan.compiled_for = needed
+
+    def _compile(self, index: int, known: set[Any]) -> None:
         rule, chunk = self._inputs.rule, self._plan.kinds[index]
         values, kind, signals = self._shared(index)
         key = (
@@ -81,5 +100,6 @@ class Launches:
             (signals.grad_scale is None, signals.found_inf is None),
         )
         if key not in known:
+            state = self._plan.state(index, 0, rule, self._ring, self._window)
             rule.phases[chunk.phase].compile(self._table, state, values, kind, signals)
             known.add(key)

@@ -1,4 +1,4 @@
-"""Runs a plan through the ring. Only this module and `queues.py` have streams and events.
+"""The pipeline of one device: chunks of a step on their way through the ring.
 
 ::
 
@@ -48,9 +48,7 @@ marked as failed from its first change to its last (`Stepper.run`), and takes no
 
 from __future__ import annotations
 
-import warnings
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,43 +57,34 @@ import torch
 from fused_offload.config import OffloadConfig
 from fused_offload.kernels.launch import ScalerSignals
 from fused_offload.memory.forks import keep_in_children
-from fused_offload.memory.staging_ring import ENQUEUE_LOCK, Slot
+from fused_offload.memory.staging_ring import ENQUEUE_LOCK
 from fused_offload.plan.planner import StepPlan
-from fused_offload.plan.window_blocks import WindowBlock, WriteBacks
 from fused_offload.state.layout import Layout
 
-from .copies import bytes_of
 from .device_plan import DevicePlan, ring_need
 from .launches import Launches
+from .prefetch import Window
 from .queues import CudaOps, DeviceQueues
-from .schedule import (
-    Event,
-    LoadedBlock,
-    StreamedChunk,
-    WindowChunk,
-    launch_in_host_memory,
-    load_block,
-    stream_chunks,
-    write_back_window,
-)
+from .schedule import StreamedChunk, launch_in_host_memory, stream_chunks
 from .skip_counter import SkipCounter
 from .step_inputs import ScalerInputs, StepInputs
 from .step_upload import UploadBuffer
 from .timing import Span, StepLog, StepMarks
+from .write_backs import WriteBacks
 
 
 class PreparedStep(NamedTuple):
-    """A step of which everything that can fail is done.
+    """A step on one device that has nothing left to fail.
 
     Attributes:
         plan: the device's plan.
-        launch: ``(chunk index, slot index)``, enqueues that chunk's kernel.
+        launches: launches of its chunks.
         params: parameters that the step changes.
         found_inf: signal to count a skip by, or None.
     """
 
     plan: DevicePlan
-    launch: Callable[[int, int], None]
+    launches: Launches
     params: list[torch.Tensor]
     found_inf: torch.Tensor | None
 
@@ -104,7 +93,9 @@ class Pipeline:
     """Steps of one optimizer on one device.
 
     Attributes:
-        queues: what it shares with other optimizers.
+        queues: copy streams and ring, shared with other optimizers.
+        window: prefetched state.
+        write_backs: events of completed state.
         skips: counts steps that the device skipped.
         log: timing events of the last steps.
     """
@@ -112,88 +103,16 @@ class Pipeline:
     def __init__(self, device: torch.device, config: OffloadConfig) -> None:
         """Takes no GPU memory yet."""
         self.queues = DeviceQueues.of(device)
+        self.write_backs = WriteBacks()
+        self.window = Window(self.queues, self.write_backs)
         self.skips = SkipCounter(device)
         self.log = StepLog()
         self._config = config
         self._upload = UploadBuffer(device)
         self._compiled: set[Any] = set()
-        self._window: dict[WindowBlock, LoadedBlock] = {}
-        self._write_backs = WriteBacks()
         self._computed: torch.cuda.Event | None = None
         self._is_enqueueing = False
-        self._warned_small_window = False
-        self._prefetched: list[Span] = []
-        self._prefetch_began: torch.cuda.Event | None = None
-        self._prefetch_ended: torch.cuda.Event | None = None
-        self._prefetch_seconds: float | None = None
         keep_in_children(self)
-
-    @property
-    def window(self) -> tuple[WindowBlock, ...]:
-        """Blocks that are on the GPU or on their way there."""
-        return tuple(self._window)
-
-    def prefetch(self, blocks: Sequence[WindowBlock]) -> None:
-        """Enqueues the prefetch of blocks that are not on their way yet; ends early where GPU memory does.
-
-        Args:
-            blocks: what to load, in order.
-        """
-        missing = [block for block in blocks if block not in self._window]
-        if not missing:
-            return
-        with ENQUEUE_LOCK, torch.cuda.device(self.queues.device):
-            self.queues.begin()
-            ops = CudaOps(self.queues)
-            ops.wait(ops.h2d, ops.record(ops.compute))  # the time that the device needs to get here is not its own
-            began = ops.record(ops.h2d, timing=True)
-            if not self._window:
-                self._prefetch_began, self._prefetch_ended = began, None
-            nbytes = 0
-            for block in missing:
-                memory = self._window_memory(block.nbytes)
-                if memory is None:
-                    break
-                memory.record_stream(self.queues.h2d)
-                loaded = load_block(block, Slot(memory), ops, self._write_backs.of_block(block))
-                self._window[block] = loaded
-                nbytes += loaded.nbytes
-            self._prefetch_ended = ops.record(ops.h2d, timing=True)
-            self._prefetched.append(Span((began,), self._prefetch_ended, nbytes))
-            self.queues.end()
-
-    def in_parts(self, open_: bool) -> None:
-        """Says that steps from now on share no state, or that they may again; see `WriteBacks.in_parts`.
-
-        Args:
-            open_: whether they are parts of one step.
-        """
-        self._write_backs.in_parts(open_)
-
-    def prefetch_seconds(self) -> float | None:
-        """How long the last prefetch took from its first to its last copy, once that is known."""
-        began, ended = self._prefetch_began, self._prefetch_ended
-        if began is not None and ended is not None and ended.query():
-            self._prefetch_seconds = began.elapsed_time(ended) / 1e3
-        return self._prefetch_seconds
-
-    def _window_memory(self, nbytes: int) -> torch.Tensor | None:
-        try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.queues.device)
-        except torch.OutOfMemoryError:
-            if not self._warned_small_window:
-                self._warned_small_window = True
-                warnings.warn(
-                    "Out of GPU memory while growing the window of optimizer state: what did not fit is streamed in "
-                    "the step, which takes longer. Set a smaller OffloadConfig(window_bytes=...).",
-                    stacklevel=2,
-                )
-            return None
-
-    def cancel_prefetch(self) -> None:
-        """Drops the window; state on the host is what it was."""
-        self._window.clear()
-        self._prefetched.clear()
 
     def reserve(self, extents: Sequence[tuple[Layout, int]]) -> None:
         """Takes the ring that steps are going to need.
@@ -222,7 +141,7 @@ class Pipeline:
         device_plan = plan.derived.get(device)
         if device_plan is None:
             device_plan = plan.derived[device] = DevicePlan(
-                plan, plan.chunks_of(device), inputs.rule, inputs.updates, self._config
+                plan, plan.chunks_on[device], inputs.rule, inputs.updates, self._config
             )
         if device_plan.need is not None:
             self.queues.require(self, device_plan.need)
@@ -230,24 +149,13 @@ class Pipeline:
         ops = CudaOps(self.queues)
         if self._computed is not None:  # the table of the previous step may still be read, on another current stream
             ops.wait(ops.compute, self._computed)
-        found_inf = inputs.scaler.found_inf
         table, skip_rows = self._upload.send(
-            device_plan.table,
-            inputs.skip_rows if found_inf is not None else {},
-            ops.compute.cuda_stream,
-            lambda: ops.record(ops.compute),
+            device_plan.table, inputs.skip_rows, ops.compute.cuda_stream, partial(ops.record, ops.compute)
         )
-        launches = Launches(device_plan, inputs, table, aligned, self._signals(inputs.scaler, skip_rows))
-
-        def launch(index: int, slot_index: int) -> None:
-            launches.launch(index, device_plan.state(index, slot_index, inputs.rule, self.queues.ring, self._window))
-
-        if device_plan.compiled_for != launches.compiled_for:
-            for index in range(len(device_plan.kinds)):
-                state = device_plan.state(index, 0, inputs.rule, self.queues.ring, self._window)
-                launches.compile(index, state, self._compiled)
-            device_plan.compiled_for = launches.compiled_for
-        return PreparedStep(device_plan, launch, inputs.updates.params, found_inf)
+        signals = self._signals(inputs.scaler, skip_rows)
+        launches = Launches(device_plan, inputs, table, aligned, signals, self.queues.ring, self.window.blocks)
+        launches.compile(self._compiled)
+        return PreparedStep(device_plan, launches, inputs.updates.params, inputs.scaler.found_inf)
 
     def _signals(self, scaler: ScalerInputs, skip_rows: Mapping[int, torch.Tensor]) -> dict[int | None, ScalerSignals]:
         """Signals of each group; under None those of all groups where no step is skipped on the device."""
@@ -257,45 +165,6 @@ class Pipeline:
             group: ScalerSignals(*scaler, self.skips.on_device(), rows, self.skips.known)
             for group, rows in skip_rows.items()
         }
-
-    def _enqueue(
-        self,
-        step: PreparedStep,
-        ops: CudaOps,
-        previous: Sequence[Event],
-        previous_blocks: Sequence[Event],
-        window: Sequence[WindowChunk],
-    ) -> tuple[Event | None, tuple[torch.cuda.Event, ...]]:
-        """Enqueues all kernels of a step and the copies of its chunks.
-
-        Args:
-            step: the step.
-            ops: queues of the device.
-            previous: last write-backs of what streamed chunks read.
-            previous_blocks: last write-backs of what zero-copy kernels read.
-            window: chunks of the window.
-
-        Returns:
-            Event of the last write-back, or None if there was none; timing events behind the chunks' copies, to the
-            device and to the host.
-        """
-        plan = step.plan
-        streamed = [
-            StreamedChunk(transfer, partial(step.launch, index))
-            for index, transfer in enumerate(plan.transfers)
-            if transfer is not None
-        ]
-        written_back = stream_chunks(streamed, self.queues.ring.slots, ops, previous, window)
-        copies_ended = tuple(ops.record(stream, timing=True) for stream in (ops.h2d, ops.d2h))
-        in_host_memory = [
-            partial(step.launch, index, 0) for index, kind in enumerate(plan.kinds) if kind.max_programs is not None
-        ]
-        if in_host_memory:
-            written_back = launch_in_host_memory(in_host_memory, ops, previous_blocks)
-        for index, kind in enumerate(plan.kinds):
-            if kind.extent.layout.resident:
-                step.launch(index, 0)
-        return written_back, copies_ended
 
     def run(self, step: PreparedStep, number: int) -> None:
         """Enqueues a prepared step.
@@ -307,85 +176,49 @@ class Pipeline:
         self._is_enqueueing = True  # and stays so if this raises
         # Kernels write through raw addresses; autograd must still notice that saved parameters change.
         torch.autograd.graph.increment_version(step.params)
-        self.log.add(number, self._run(step))
+        plan, launch, ops = step.plan, step.launches.launch, CudaOps(self.queues)
+        in_window = self.window.chunks(plan.in_window, launch, ops)
+        window_bytes = self.window.nbytes
+        began = ops.record(ops.compute, timing=True)
+        copies_began = ops.record(ops.h2d, timing=True)
+        streamed = [StreamedChunk(transfer, partial(launch, index)) for index, transfer in plan.transfers.items()]
+        ring = self.queues.ring
+        written_back = stream_chunks(streamed, ring.slots, ops, self.write_backs.before_copies, in_window)
+        ring.rotate(len(streamed))  # the next step, or part of this one, begins with the slot that was free first
+        loaded, stored = ops.record(ops.h2d, timing=True), ops.record(ops.d2h, timing=True)
+        if plan.in_host_memory:
+            launches = [partial(launch, index) for index in plan.in_host_memory]
+            written_back = launch_in_host_memory(launches, ops, self.write_backs.before_kernels)
+        for index in plan.resident:
+            launch(index)
+        computed = self._computed = ops.record(ops.compute, timing=True)
+        if written_back is not None:
+            self.write_backs.note_streamed(written_back, self.window.blocks)
+        from_window = self.window.write_back(in_window, ops, computed)
+        to_device = (
+            Span((began, copies_began), loaded, plan.copied.to_device),
+            Span((began,), computed, plan.mapped.to_device),
+        )
+        to_host = (
+            Span((began,), stored, plan.copied.to_host),
+            Span((began,), computed, plan.mapped.to_host),
+            *from_window,
+        )
+        prefetched = self.window.take_copies()
+        self.log.add(number, StepMarks(began, computed, prefetched, to_device, to_host, window_bytes))
         if step.found_inf is not None:
-            ops = CudaOps(self.queues)
-            self.skips.count(step.found_inf, lambda: ops.record(ops.compute))
+            self.skips.count(step.found_inf, partial(ops.record, ops.compute))
             self._computed = ops.record(ops.compute)
         self._is_enqueueing = False
 
-    def _run(self, step: PreparedStep) -> StepMarks:
-        plan = step.plan
-        ops = CudaOps(self.queues)
-        window = [self._window_chunk(step, index, ops) for index in plan.window_copies]
-        window_bytes = sum(block.nbytes for block in self._window)
-        previous = self._write_backs.of_streamed(self._window)
-        began = ops.record(ops.compute, timing=True)
-        copies_began = ops.record(ops.h2d, timing=True)
-        previous_blocks = self._write_backs.of_host_memory(self._window)
-        written_back, copies_ended = self._enqueue(step, ops, previous, previous_blocks, window)
-        computed = self._computed = ops.record(ops.compute, timing=True)
-        copied = Span((began, copies_began), copies_ended[0], plan.copied.to_device)
-        mapped = Span((began,), computed, plan.mapped.to_device)
-        to_host = (
-            Span((began,), copies_ended[1], plan.copied.to_host),
-            Span((began,), computed, plan.mapped.to_host),
-            *self._write_back(written_back, window, ops, computed),
-        )
-        marks = StepMarks(began, computed, tuple(self._prefetched), (copied, mapped), to_host, window_bytes)
-        self._prefetched.clear()
-        return marks
-
-    def _window_chunk(self, step: PreparedStep, index: int, ops: CudaOps) -> WindowChunk:
-        block = step.plan.kinds[index].block
-        assert block is not None
-        loaded = self._window[block]
-        for stream in (ops.compute, ops.d2h):
-            loaded.slot.memory.record_stream(stream)  # [Note: window memory]
-        return WindowChunk(loaded, lambda: step.launch(index, 0), step.plan.window_copies[index])
-
-    def _write_back(
-        self, streamed: Any, window: list[WindowChunk], ops: CudaOps, computed: torch.cuda.Event
-    ) -> tuple[Span, ...]:
-        """Writes the window back, giving each block's memory away behind its own copies, and remembers the events.
-
-        Args:
-            streamed: event of the last write-back of streamed chunks, or None.
-            window: chunks of the window; emptied.
-            ops: queues of the device.
-            computed: event behind all kernels.
-
-        Returns:
-            The copies of the window, if it has any.
-        """
-        if streamed is not None:
-            self._write_backs.note_streamed(streamed, self._window)
-        pending = Counter(chunk.loaded.block for chunk in window)
-        for block in self._window.keys() - pending.keys():
-            del self._window[block]  # none of its parameters had a gradient
-
-        def written(block: WindowBlock, event: Any) -> None:
-            self._write_backs.note_block(block, event)
-            pending[block] -= 1
-            if not pending[block]:
-                del self._window[block]
-
-        if not window:
-            return ()
-        nbytes = sum(bytes_of(chunk.to_host) for chunk in window)
-        began = computed, ops.record(ops.d2h, timing=True)
-        window.reverse()
-        write_back_window((window.pop() for _ in range(len(window))), ops, written)
-        return (Span(began, ops.record(ops.d2h, timing=True), nbytes),)
-
     def wait(self) -> None:
         """Drops the window, and waits on the host until all state of this optimizer is written back."""
-        self.cancel_prefetch()
+        self.window.cancel()
         self.queues.settle()
         if self._is_enqueueing:  # a step failed half-way
             self.skips.recount()
             self._is_enqueueing = False
-        if self._write_backs.last is not None:
-            self._write_backs.last.synchronize()  # [Note: host readers synchronise]
+        if self.write_backs.last is not None:
+            self.write_backs.last.synchronize()  # [Note: host readers synchronise]
         if self._computed is not None:
             self._computed.synchronize()  # resident state is read by the host too, and skips are counted before this

@@ -1,4 +1,4 @@
-"""Copy streams and staging of a device, and what is enqueued on them."""
+"""Copy streams and ring of a device, and the operations that are enqueued on them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DeviceQueues:
         self._is_open = False
 
     def settle(self) -> None:
-        """Waits for what an interrupted run left under way."""
+        """Waits for operations that an interrupted run left under way."""
         with ENQUEUE_LOCK:
             self.begin()
             self.end()
@@ -78,6 +78,11 @@ class DeviceQueues:
         with ENQUEUE_LOCK:
             torch.cuda.synchronize(self.device)  # [Note: lifetime]
             self.ring.release()
+
+
+def current_queue(device: torch.device) -> int:
+    """Raw handle of the current stream of a CUDA device."""
+    return torch.cuda.current_stream(device).cuda_stream
 
 
 class CurrentStreams:

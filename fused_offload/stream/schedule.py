@@ -1,6 +1,6 @@
-"""What is enqueued on which queue, and in which order: copies to the device, kernels, copies to the host.
+"""The order of copies to the device, kernels and copies to the host on their queues.
 
-Over queues and events of any kind, so that the order can be checked without a device. The titled notes are in
+Queues and events are of any kind, so that the order can be checked without a device. The titled notes are in
 `pipeline.py`.
 """
 
@@ -18,7 +18,7 @@ Event = Any
 
 
 class StreamOps(Protocol):
-    """What the pipeline asks of a device: three in-order queues, events between them, copies.
+    """Operations of a device: three in-order queues, events between them, copies.
 
     Attributes:
         compute: the caller's current stream.
@@ -59,10 +59,10 @@ class LoadedBlock(NamedTuple):
     """A block of the window on the GPU, or on its way there.
 
     Attributes:
-        block: which state.
+        block: the state.
         slot: its memory.
         loaded: event after which it is there.
-        nbytes: what is copied into it.
+        nbytes: bytes that are copied into it.
     """
 
     block: WindowBlock
@@ -77,7 +77,7 @@ class WindowChunk(NamedTuple):
     Attributes:
         loaded: the block that it works on.
         launch: enqueues its kernel on the compute stream.
-        to_host: what it wrote.
+        to_host: copies of the state that it writes.
     """
 
     loaded: LoadedBlock
@@ -89,7 +89,7 @@ def load_block(block: WindowBlock, slot: Slot, ops: StreamOps, written: Event | 
     """Enqueues the prefetch of one block.
 
     Args:
-        block: which state.
+        block: the state.
         slot: its memory, allocated on the compute stream.
         ops: queues of the device.
         written: last write-back of that state, or None.
@@ -132,7 +132,7 @@ def stream_chunks(
     chunks: Sequence[StreamedChunk],
     slots: Sequence[Slot],
     ops: StreamOps,
-    previous: Sequence[Event],
+    previous: Event | None,
     window: Sequence[WindowChunk] = (),
 ) -> Event | None:
     """Enqueues prefetch, kernel and write-back of every chunk, and between them the kernels of the window.
@@ -141,15 +141,15 @@ def stream_chunks(
         chunks: chunks in order.
         slots: the ring's slots.
         ops: queues of the device.
-        previous: last write-backs of what the chunks read.
+        previous: last write-back of what the chunks read, or None.
         window: chunks whose state is on the GPU or on its way there. Their kernels run while others wait for the link.
 
     Returns:
         Event of the last write-back, or None if there is no chunk.
     """
     written_back = None
-    for event in previous if chunks else ():
-        ops.wait(ops.h2d, event)  # [Note: next step reads what this one wrote]
+    if chunks and previous is not None:
+        ops.wait(ops.h2d, previous)  # [Note: next step reads what this one wrote]
     for index, chunk in enumerate(chunks):
         slot = slots[index % len(slots)]
         if slot.written_back is not None:
@@ -164,25 +164,26 @@ def stream_chunks(
         ops.wait(ops.d2h, computed)
         ops.copy_to_host(slot, chunk.transfer.to_host)
         written_back = slot.written_back = ops.record(ops.d2h)
-        launch_window(window[index * len(window) // len(chunks) : (index + 1) * len(window) // len(chunks)], ops)
+        if window:
+            launch_window(window[index * len(window) // len(chunks) : (index + 1) * len(window) // len(chunks)], ops)
     if not chunks:
         launch_window(window, ops)
     return written_back
 
 
-def launch_in_host_memory(launches: Sequence[Callable[[], None]], ops: StreamOps, previous: Sequence[Event]) -> Event:
+def launch_in_host_memory(launches: Sequence[Callable[[], None]], ops: StreamOps, previous: Event | None) -> Event:
     """Enqueues kernels that read and write slabs themselves.
 
     Args:
         launches: each enqueues one kernel on the compute stream.
         ops: queues of the device.
-        previous: last write-backs of what they read.
+        previous: last write-back of what they read, or None.
 
     Returns:
         Event after which they and every write-back before them are complete.
     """
-    for event in previous:
-        ops.wait(ops.compute, event)  # [Note: next step reads what this one wrote]
+    if previous is not None:
+        ops.wait(ops.compute, previous)  # [Note: next step reads what this one wrote]
     for launch in launches:
         launch()
     ops.wait(ops.d2h, ops.record(ops.compute))

@@ -1,4 +1,4 @@
-"""Steps that only the device knows to be skipped: counted there, learned by the host later without waiting."""
+"""The skip counter: steps that the device skips are counted there, and learned by the host later."""
 
 from __future__ import annotations
 
@@ -84,18 +84,18 @@ class SkipCounter:
         self._pending.append((self._steps, record()))
         self._steps += 1
 
-    def learn(self, *, room: bool = False) -> int:
-        """Takes in outcomes that have arrived.
+    def learn(self, *, wait: bool = False) -> int:
+        """Takes in outcomes that have arrived, and waits where there are too many to issue one more step.
 
         Args:
-            room: wait for as many outcomes as it takes to issue one more step.
+            wait: for all outcomes.
 
         Returns:
             Skips that the host knows of now.
         """
         while self._pending:
             step, event = self._pending[0]
-            if room and len(self._pending) >= MAX_PENDING:
+            if wait or len(self._pending) >= MAX_PENDING:
                 event.synchronize()
             elif not event.query():
                 break
@@ -103,15 +103,10 @@ class SkipCounter:
                 skips = int(self._cells[step % MAX_PENDING])
                 self._learned = _Learned(step + 1, skips, skips > self.known)
             self._pending.popleft()
-        return self.known
+        return self._learned.skips
 
     def recount(self) -> None:
         """Takes over the device's own count, after a step that failed between counting and telling the host."""
         if self._slab is not None:
             self._learned = _Learned(self._steps, int(self._skips), False)
         self._pending.clear()
-
-    def wait(self) -> None:
-        """Waits until every outcome has arrived; `learn` takes them in."""
-        if self._pending:
-            self._pending[-1][1].synchronize()

@@ -25,11 +25,11 @@ class ScalerInputs(NamedTuple):
     def on(self, device: torch.device) -> ScalerInputs:
         """The same on a device; does not wait for GPUs unless ``device`` is the CPU."""
         if device.type == "cpu":
-            return ScalerInputs(*(None if signal is None else signal.cpu() for signal in self))
-        return ScalerInputs(*(None if signal is None else signal.to(device, non_blocking=True) for signal in self))
+            return ScalerInputs(*[None if signal is None else signal.cpu() for signal in self])
+        return ScalerInputs(*[None if signal is None else signal.to(device, non_blocking=True) for signal in self])
 
     def skipped_on_host(self) -> bool:
-        """Whether the host already knows that the step is skipped; never waits for a GPU."""
+        """True if the host already knows that the step is skipped; never waits for a GPU."""
         found_inf = self.found_inf
         return found_inf is not None and found_inf.device.type == "cpu" and bool(found_inf.item())
 
