@@ -271,3 +271,70 @@ def store_state(
         store_raw(ptr, offsets, _fp32_to_bf16_stochastic(values, threshold), mask, MASKED)
     else:
         store_fp32(ptr, offsets, values, mask, FORMAT, MASKED)
+
+
+@triton.jit
+def load_params(
+    param_ptr,
+    master_ptr,
+    master_scale_ptr,
+    start,
+    numel,
+    lane,
+    mask,
+    PARAM: tl.constexpr,
+    MASTER: tl.constexpr,
+    INIT_MASTER: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Parameters and master weights of a kernel block, float32.
+
+    ``lane`` is ``arange(BLOCK)``; the state of lane 0 is at ``start``. A float32 parameter is its own master, and so is
+    every parameter with ``MASTER == "none"`` or ``INIT_MASTER``.
+    """
+    raw = load_raw(param_ptr, lane, mask, MASKED)
+    if PARAM == "bf16":
+        p_model = bf16_to_fp32(raw)
+    else:
+        p_model = raw.to(tl.float32)
+    if (INIT_MASTER or PARAM == "fp32") or MASTER == "none":
+        p = p_model
+    elif MASTER == "remainder":
+        p = join_remainder(raw, load_raw(master_ptr, start + lane, mask, MASKED))
+    else:
+        p = load_state(master_ptr, master_scale_ptr, start, numel, start + lane, mask, MASTER, MASKED, BLOCK)
+    return p_model, p
+
+
+@triton.jit
+def store_params(
+    param_ptr,
+    master_ptr,
+    master_scale_ptr,
+    start,
+    numel,
+    lane,
+    mask,
+    p_model,
+    p,
+    PARAM: tl.constexpr,
+    MASTER: tl.constexpr,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Float32 master weights ``p`` of a kernel block, and the parameters, which are rounded from ``p_model``.
+
+    Both are the same but in a skipped step: a rounded master need not round to the parameter beside it. Remainder and
+    parameter both come from ``p``.
+    """
+    if MASTER == "remainder":
+        bits, remainder = split_remainder(p)
+        store_raw(param_ptr, lane, bits, mask, MASKED)
+        store_raw(master_ptr, start + lane, remainder, mask, MASKED)
+    else:
+        store_fp32(param_ptr, lane, p_model, mask, PARAM, MASKED)
+        if MASTER != "none":
+            store_state(
+                master_ptr, master_scale_ptr, start, numel, start + lane, p, lane, mask, MASTER, False, MASKED, BLOCK
+            )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fused_offload.kernels.adam import reference
+from fused_offload.kernels import reference
 from fused_offload.kernels.adam.reference import AdamScalars, AdamState, adam_scalars, adam_step_, bias_correction
 from fused_offload.kernels.formats import (
     BF16,
@@ -241,7 +241,7 @@ def test_multiply_adds_round_once(kind: str) -> None:
         a = random.normal(size=numel).astype(np.float32)
     if kind == "subnormal":
         a, c = (a * np.float32(2.0**-140)), (c * np.float32(1e-35))
-    out = reference._fma_(torch.from_numpy(a), b, torch.from_numpy(c), torch.empty(numel))
+    out = reference.fma_(torch.from_numpy(a), b, torch.from_numpy(c), torch.empty(numel))
     exact = [Fraction(float(x)) * Fraction(b) + Fraction(float(z)) for x, z in zip(a, c, strict=True)]
     assert out.tolist() == [nearest_fp32(value) for value in exact]
 
@@ -250,7 +250,7 @@ def test_multiply_adds_of_zeros_infinities_and_nans() -> None:
     nan, inf = math.nan, math.inf
     a = torch.tensor([-0.0, 0.0, -0.0, inf, inf, nan, 1.0])
     c = torch.tensor([-0.0, -0.0, 0.0, 1.0, -inf, 1.0, -0.5])
-    out = reference._fma_(a, 0.5, c, torch.empty(7))
+    out = reference.fma_(a, 0.5, c, torch.empty(7))
     assert torch.signbit(out[:3]).tolist() == [True, False, False]
     assert out[3] == inf
     assert out[4:6].isnan().all()

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fused_offload.kernels.adam.reference import round_fp32
 from fused_offload.kernels.formats import Format
+from fused_offload.kernels.reference import round_fp32
 from fused_offload.params.dense import is_frozen
 from fused_offload.params.dtensors import local_of, local_value
 from fused_offload.rules.arguments import checked_step, shown

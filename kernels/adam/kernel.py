@@ -6,15 +6,11 @@ import triton
 import triton.language as tl
 
 from fused_offload.kernels.formats_triton import (
-    bf16_to_fp32,
-    join_remainder,
     load_fp32,
-    load_raw,
+    load_params,
     load_state,
     rounding_thresholds,
-    split_remainder,
-    store_fp32,
-    store_raw,
+    store_params,
     store_state,
 )
 from fused_offload.kernels.launch_triton import piece_of_program, typed_pointer
@@ -116,17 +112,9 @@ def _update_block(
     offsets = start + lane
     zero = tl.zeros((BLOCK,), tl.float32)
 
-    raw = load_raw(param_ptr, lane, mask, MASKED)
-    if PARAM == "bf16":
-        p_model = bf16_to_fp32(raw)
-    else:
-        p_model = raw.to(tl.float32)
-    if (INIT_MASTER or PARAM == "fp32") or MASTER == "none":
-        p = p_model
-    elif MASTER == "remainder":
-        p = join_remainder(raw, load_raw(master_ptr, offsets, mask, MASKED))
-    else:
-        p = load_state(master_ptr, master_scale_ptr, start, numel, offsets, mask, MASTER, MASKED, BLOCK)
+    p_model, p = load_params(
+        param_ptr, master_ptr, master_scale_ptr, start, numel, lane, mask, PARAM, MASTER, INIT_MASTER, MASKED, BLOCK
+    )
     p_before = p
 
     g = load_fp32(grad_ptr, lane, mask, GRAD, MASKED)
@@ -169,16 +157,9 @@ def _update_block(
         exp_avg_sq_ptr, exp_avg_sq_scale_ptr, start, numel, offsets, v_new, threshold_sq, mask,
         EXP_AVG_SQ, True, MASKED, BLOCK,
     )  # fmt: skip
-    if MASTER == "remainder":
-        bits, remainder = split_remainder(p)
-        store_raw(param_ptr, lane, bits, mask, MASKED)
-        store_raw(master_ptr, offsets, remainder, mask, MASKED)
-    else:
-        store_fp32(param_ptr, lane, p_model_new, mask, PARAM, MASKED)
-        if MASTER != "none":
-            store_state(
-                master_ptr, master_scale_ptr, start, numel, offsets, p, lane, mask, MASTER, False, MASKED, BLOCK
-            )
+    store_params(
+        param_ptr, master_ptr, master_scale_ptr, start, numel, lane, mask, p_model_new, p, PARAM, MASTER, MASKED, BLOCK
+    )
 
 
 @triton.jit

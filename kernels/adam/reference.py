@@ -1,38 +1,14 @@
-"""The fused Adam step in plain torch: the specification of the kernel, and the path on machines without a GPU.
-
-Every operation is computed in float64 and rounded once to float32. For ``+ - * /`` on float32 that is what torch's
-float32 operations give, so those are used as they are; a fused multiply-add (`_fma_`) and the square root (torch's
-float32 square root on CPU is not correctly rounded) go through float64 explicitly.
-"""
+"""The fused Adam step in plain torch: the specification of the kernel, and the step on machines without a GPU."""
 
 from __future__ import annotations
 
-import threading
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from fused_offload.kernels.formats import (
-    Rounding,
-    Stored,
-    decode,
-    encode_,
-    join_remainder,
-    rounding_thresholds,
-    split_remainder_,
-)
-
-BLOCK_NUMEL = 128 * 1024
-"""Elements updated at a time, a multiple of `SCALE_BLOCK`: small enough for the scratch to stay in cache, large enough
-for torch to spread each operation over several cores (measured: 4 times fewer elements take 1.9 times as long)."""
-
-_BELOW_FP32 = (1 << 28) - 1  # bits of a float64 that are zero half way between two float32, and in these themselves
-
-
-def round_fp32(value: float) -> float:
-    """The float32 nearest to ``value``, as a Python float."""
-    return float(np.float32(value))
+from fused_offload.kernels.formats import Rounding, Stored, decode, encode_, rounding_thresholds
+from fused_offload.kernels.reference import BLOCK_NUMEL, fma_, load_params, round_fp32, scratch, store_params_
 
 
 class AdamScalars(NamedTuple):
@@ -142,40 +118,6 @@ class AdamState(NamedTuple):
         )
 
 
-class _Scratch(threading.local):
-    """Buffers of one block, one set a thread: a step allocates nothing."""
-
-    def __init__(self) -> None:
-        # A caller's default device and inference mode are not those of the next caller.
-        with torch.inference_mode(False):
-            self.fp32 = [torch.empty(BLOCK_NUMEL, dtype=torch.float32, device="cpu") for _ in range(5)]
-            self.fp64 = [torch.empty(BLOCK_NUMEL, dtype=torch.float64, device="cpu") for _ in range(2)]
-
-
-_scratch = _Scratch()
-
-
-def _fma_(a: torch.Tensor, b: float, c: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """``out = fma(a, b, c)`` in float32, rounded once.
-
-    The product of two float32 is exact in float64, their sum need not be. Where that sum was rounded to a number half
-    way between two of float32, rounding it again would not know on which side it had been: 8-bit moments, with few bits
-    each, get there often. Such sums are moved to that side first.
-    """
-    total, product = (buffer[: a.numel()] for buffer in _scratch.fp64)
-    total.copy_(c)
-    product.copy_(a)
-    torch.add(total, product, alpha=b, out=total)
-    low_bits = torch.bitwise_and(total.view(torch.int64), _BELOW_FP32, out=product.view(torch.int64))
-    if not low_bits.min():  # faster than all()
-        for index in (low_bits == 0).nonzero()[:, 0].split(BLOCK_NUMEL // 16):  # a dozen temporary tensors of each
-            exact, rest, near = a[index].double() * b, c[index].double(), total[index]
-            error = (exact - (near - (near - exact))) + (rest - (near - exact))
-            up, down = (torch.nextafter(near, torch.full_like(near, side)) for side in (torch.inf, -torch.inf))
-            total[index] = torch.where(error > 0, up, torch.where(error < 0, down, near))
-    return out.copy_(total)
-
-
 def adam_step_(
     param: torch.Tensor,
     grad: torch.Tensor,
@@ -215,26 +157,6 @@ def adam_step_(
         _step_block_(param[block], grad[block], state.narrow(start, numel), scalars, grad_scale, counter + start)
 
 
-def _load_master(param: torch.Tensor, state: AdamState, out: torch.Tensor) -> torch.Tensor:
-    """The fp32 values that the update applies to; a float32 parameter is its own master even if a copy is kept."""
-    master = state.master_param
-    if master is None or state.init_master or param.dtype == torch.float32:
-        return out.copy_(param)
-    if master.format.name == "remainder":
-        return out.copy_(join_remainder(param, master.data))
-    return decode(master, out)
-
-
-def _store_master_(param: torch.Tensor, state: AdamState, values: torch.Tensor) -> None:
-    master = state.master_param
-    if master is not None and master.format.name == "remainder":
-        split_remainder_(param, master.data, values)
-        return
-    param.copy_(values)
-    if master is not None:
-        encode_(master, values)
-
-
 def _step_block_(
     param: torch.Tensor,
     grad: torch.Tensor,
@@ -244,15 +166,15 @@ def _step_block_(
     counter: int,
 ) -> None:
     numel = param.numel()
-    p, g, m, v, term = (buffer[:numel] for buffer in _scratch.fp32)
-    wide = _scratch.fp64[0][:numel]
+    p, g, m, v, term = (buffer[:numel] for buffer in scratch.fp32)
+    wide = scratch.fp64[0][:numel]
 
-    _load_master(param, state, p)
+    load_params(param, state.master_param, p, is_initial=state.init_master)
     g.copy_(grad)
     if grad_scale is not None:
         g.div_(grad_scale)
     if not scalars.adam_w_mode:
-        _fma_(p, scalars.weight_decay, g, out=g)
+        fma_(p, scalars.weight_decay, g, out=g)
 
     if state.init_moments:
         m.zero_()
@@ -260,8 +182,8 @@ def _step_block_(
     else:
         decode(state.exp_avg, m)
         decode(state.exp_avg_sq, v)
-    _fma_(m, scalars.beta1, torch.mul(g, scalars.one_minus_beta1, out=term), out=m)
-    _fma_(v, scalars.beta2, torch.mul(g, scalars.one_minus_beta2, out=term).mul_(g), out=v)
+    fma_(m, scalars.beta1, torch.mul(g, scalars.one_minus_beta1, out=term), out=m)
+    fma_(v, scalars.beta2, torch.mul(g, scalars.one_minus_beta2, out=term).mul_(g), out=v)
     thresholds: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
     if state.exp_avg.format.stochastic or state.exp_avg_sq.format.stochastic:
         thresholds = rounding_thresholds(Rounding(scalars.rounding_seed, scalars.step, counter), numel, param.device)
@@ -272,7 +194,7 @@ def _step_block_(
     v.copy_(wide).add_(scalars.eps)
     update = m.div_(scalars.bias_correction1).div_(v)
     if scalars.adam_w_mode:
-        _fma_(p, scalars.weight_decay, update, out=update)
+        fma_(p, scalars.weight_decay, update, out=update)
     assert isinstance(scalars.lr, float)
-    _fma_(update, -scalars.lr, p, out=p)
-    _store_master_(param, state, p)
+    fma_(update, -scalars.lr, p, out=p)
+    store_params_(param, state.master_param, p)
