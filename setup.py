@@ -1,14 +1,24 @@
-"""Puts the files of `autoload/` beside the package, at the root of site-packages; pyproject.toml says all the rest.
+"""Packages of the distribution, and the files of `autoload/` at the root of site-packages; pyproject.toml has the rest.
 
-Python reads ``.pth`` files only there, and setuptools has no setting for files outside of packages.
+The folder `kernels/` is at the top, but an installed top-level module of that name would shadow Hugging Face's
+`kernels` package: it becomes the subpackage ``fused_offload.kernels``. Python reads ``.pth`` files only at the root of
+site-packages, and setuptools has no setting for files outside of packages.
 """
 
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 AUTOLOAD_FILES = ("autoload/_fused_offload_autoload.py", "autoload/fused_offload_autoload.pth")
+FOLDERS = {"fused_offload": "fused_offload", "fused_offload.kernels": "kernels"}
+
+
+def packages() -> list[str]:
+    """Dotted names of all folders with an ``__init__.py`` in `FOLDERS`."""
+    return [
+        f"{package}.{name}".rstrip(".") for package, folder in FOLDERS.items() for name in ("", *find_packages(folder))
+    ]
 
 
 class BuildWithAutoload(build_py):
@@ -29,4 +39,4 @@ class BuildWithAutoload(build_py):
         return [*super().get_source_files(), *AUTOLOAD_FILES]
 
 
-setup(cmdclass={"build_py": BuildWithAutoload})
+setup(packages=packages(), package_dir=FOLDERS, cmdclass={"build_py": BuildWithAutoload})
