@@ -9,14 +9,8 @@ from typing import Any
 import torch
 
 from fused_offload.rules.adam import AdamRule
-from fused_offload.rules.arguments import (
-    check_modes,
-    check_numerics,
-    check_rounding,
-    check_switches,
-    refuse_unknown,
-    warn_if_nothing_rounds,
-)
+from fused_offload.rules.adam_arguments import ADAM_ARGUMENTS, check_modes, check_numerics
+from fused_offload.rules.arguments import check_rounding, check_switches, refuse_unknown, warn_if_nothing_rounds
 
 from .config import OffloadConfig
 from .optimizer import OffloadOptimizer
@@ -93,7 +87,8 @@ class FusedOffloadAdam(OffloadOptimizer):
         offload: OffloadConfig = OffloadConfig(),  # noqa: B008 - immutable
         **unsupported: Any,
     ) -> None:
-        refuse_unknown(unsupported)
+        name = type(self).__name__
+        refuse_unknown(unsupported, name, ADAM_ARGUMENTS)
         check_switches(amsgrad=amsgrad, adam_w_mode=adam_w_mode, capturable=capturable)
         check_modes(
             amsgrad=amsgrad,
@@ -101,9 +96,10 @@ class FusedOffloadAdam(OffloadOptimizer):
             exp_avg_dtype=exp_avg_dtype,
             exp_avg_sq_dtype=exp_avg_sq_dtype,
             numerics=numerics,
+            optimizer=name,
         )
         check_rounding(stochastic_rounding, rounding_seed)
-        warn_if_nothing_rounds(stochastic_rounding, exp_avg_dtype, exp_avg_sq_dtype)
+        warn_if_nothing_rounds(stochastic_rounding, exp_avg_dtype=exp_avg_dtype, exp_avg_sq_dtype=exp_avg_sq_dtype)
         if set_grad_none is not None:
             warnings.warn(
                 "set_grad_none is deprecated; use zero_grad(set_to_none=...)", DeprecationWarning, stacklevel=2

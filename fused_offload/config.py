@@ -53,9 +53,9 @@ class OffloadConfig:
         zero_copy_programs: maximum number of programs of the zero-copy kernel. Programs beyond
             those that saturate the link only take multiprocessors. The default is 64.
         window_bytes: GPU bytes for state that is prefetched under the backward pass and written
-            back under the next forward pass, by `FusedOffloadAdam.prefetch` or
-            `FusedOffloadAdam.attach`. With 0 all state streams within the step. ``"auto"`` uses
-            the memory that activations have freed, as `FusedOffloadAdam.attach` measures it.
+            back under the next forward pass, by `OffloadOptimizer.prefetch` or
+            `OffloadOptimizer.attach`. With 0 all state streams within the step. ``"auto"`` uses
+            the memory that activations have freed, as `OffloadOptimizer.attach` measures it.
         graph: has no effect, and True gives a ``DeprecationWarning``. It replayed the step as a
             CUDA graph, which was at most 2 % faster and up to 31 % slower.
         pin: page-lock the host memory. Without it copies go through the driver's bounce buffers and

@@ -10,7 +10,8 @@ import torch
 
 from fused_offload.params.dense import has_own_memory
 from fused_offload.params.dtensors import local_of
-from fused_offload.rules.arguments import check_master_dtype, check_modes
+from fused_offload.rules.adam_arguments import check_modes
+from fused_offload.rules.arguments import check_master_dtype
 
 from .fsdp import uses_fsdp
 from .options import takes_hybrid_place
@@ -44,13 +45,14 @@ def check_config(config: Any) -> None:
             "do not install FusedOffloadAdam."
         )
     if config.use_precision_aware_optimizer:
-        check_master_dtype(config.main_params_dtype)
+        check_master_dtype(config.main_params_dtype, "FusedOffloadAdam")
         check_modes(
             amsgrad=False,
             capturable=False,
             exp_avg_dtype=config.exp_avg_dtype,
             exp_avg_sq_dtype=config.exp_avg_sq_dtype,
             numerics="ieee",
+            optimizer="FusedOffloadAdam",
         )
 
 

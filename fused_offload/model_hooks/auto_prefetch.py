@@ -58,7 +58,7 @@ class Prefetching(Protocol):
 
 
 def check_attach_arguments(models: Sequence[Any], microbatches: Any) -> None:
-    """Refuses bad arguments of `FusedOffloadAdam.attach` before anything is changed.
+    """Refuses bad arguments of `OffloadOptimizer.attach` before anything is changed.
 
     Args:
         models: should be modules, at least one.

@@ -90,7 +90,7 @@ class BackwardSteps:
         *,
         clip_value: float | None,
     ) -> None:
-        """Registers hooks; see `FusedOffloadAdam.step_in_backward`.
+        """Registers hooks; see `OffloadOptimizer.step_in_backward`.
 
         Args:
             optimizer: steps the parameters.
@@ -330,7 +330,7 @@ def _check_stepped_by_no_other(params: Sequence[torch.Tensor], optimizer: Steppi
     gc.collect()  # optimizers are parts of reference cycles
     if others():
         raise RuntimeError(
-            "Another FusedOffloadAdam, which is still alive, steps parameters of these models in their backward "
+            "Another optimizer, which is still alive, steps parameters of these models in their backward "
             "passes (step_in_backward), and a gradient can be applied once. Call close() on that optimizer first. If "
             "its name is taken, as after a notebook cell that ran twice, delete what still refers to it, such as a "
             "learning rate scheduler, or build the model again."

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 GONE = (
-    "FusedOffloadAdam.step_in_backward applies each gradient during the backward pass and frees it, so nothing can "
+    "step_in_backward applies each gradient during the backward pass and frees it, so nothing can "
     "look at all gradients afterwards, or add to them: no clipping by global norm (clip by value: "
     "step_in_backward(model, clip_value=...)), no gradient scaler, no gradient accumulation. Call optimizer.step() "
     "after every backward pass. A parameter that several reentrant checkpoints use gets several gradients in one pass: "

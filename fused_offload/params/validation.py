@@ -48,14 +48,14 @@ def check_params(params: Sequence[Any], where: str) -> None:
         raise RuntimeError(f"All parameters of {where} should be on one device, but they are on {names}. Split it.")
     if any(device.type not in ("cpu", "cuda") for device in devices):
         raise RuntimeError(
-            f"The parameters of {where} are on {devices.pop()}; FusedOffloadAdam updates parameters on CUDA devices "
-            "and on the CPU. Materialise the model before building the optimizer."
+            f"The parameters of {where} are on {devices.pop()}; parameters should be on a CUDA device "
+            "or on the CPU. Materialise the model before building the optimizer."
         )
     for position, param in enumerate(params):
         if param.dtype not in FLOAT_DTYPES:
             advice = f". {_FROZEN}" if is_frozen(param) else ""
             raise TypeError(
-                "FusedOffloadAdam updates float32, bfloat16 and float16 parameters, but parameter "
+                "Parameters should be float32, bfloat16 or float16, but parameter "
                 f"{position} of {where} has {param.dtype}{_class_of(param)}{advice}"
             )
     for position, param in enumerate(params):
@@ -84,7 +84,7 @@ def _check_subclasses(params: Sequence[torch.Tensor], where: str) -> None:
         local = local_of(param)
         if hasattr(local, "_local_tensor") or not has_own_memory(local):
             raise TypeError(
-                f"Parameter {position} of {where} is a {type(local).__name__}, which FusedOffloadAdam cannot update: "
+                f"Parameter {position} of {where} is a {type(local).__name__}, which cannot be updated: "
                 f"its elements do not lie in one plain tensor. {_what_to_do(param, local)}"
             )
 
@@ -124,11 +124,10 @@ def check_grad(param: torch.Tensor, grad: Any, group: int) -> None:
             "tensor. Give its parameter a plain one."
         )
     if grad.layout != torch.strided:
-        raise RuntimeError("FusedOffloadAdam does not support sparse gradients; use dense embeddings (sparse=False)")
+        raise RuntimeError("Sparse gradients are not supported; use dense embeddings (sparse=False)")
     if grad.dtype not in FLOAT_DTYPES:
         raise TypeError(
-            f"FusedOffloadAdam takes float32, bfloat16 and float16 gradients, but parameter group {group} "
-            f"has {grad.dtype}"
+            f"Gradients should be float32, bfloat16 or float16, but parameter group {group} has {grad.dtype}"
         )
     if grad.device != param.device:
         raise RuntimeError(

@@ -13,8 +13,9 @@ import torch
 from fused_offload.kernels.adam.reference import AdamScalars, AdamState, adam_scalars, adam_step_, bias_correction
 from fused_offload.kernels.formats import Format, Stored
 
+from .adam_arguments import check_group_options, check_hyperparameters, check_numerics, moment_formats
 from .adam_groups import SETTINGS, TORCH_SETTINGS, catch_up_factors, check_saved_group, decay_is_unknown, torch_group
-from .arguments import check_group_options, check_hyperparameters, check_numerics, moment_formats, standing_average
+from .arguments import standing_average
 from .base import MASTER_PARAM, Phase
 
 
@@ -79,7 +80,7 @@ class AdamRule:
 
     def check_new_group(self, group: Mapping[str, Any]) -> None:
         """`check_group`, and raises for options of torch's AdamW that a group turns on."""
-        check_group_options(group)
+        check_group_options(group, "FusedOffloadAdam")
         check_hyperparameters(group)
 
     def check_param(self, param: torch.Tensor) -> None:

@@ -1,47 +1,28 @@
-"""Checks of the constructor's arguments, and of what groups hold at a step and after a load."""
+"""Checks of arguments that every rule has, at construction, before a step and after a load."""
 
 from __future__ import annotations
 
 import math
 import reprlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 
-from fused_offload.kernels.adam.reference import round_fp32
-from fused_offload.kernels.formats import BF16, BF16_STOCHASTIC, FP16, FP16_NONZERO, FP32, LOG8, ROOT8, Format
+from fused_offload.kernels.formats import BF16, BF16_STOCHASTIC, FP16, FP32, ROOT8, Format
+from fused_offload.kernels.reference import round_fp32
 from fused_offload.params.dense import has_data, has_own_memory
 
 MAX_STEP = 2**31
-shown = reprlib.repr  # of any value: repr of what is nested too deeply raises
-_LARGEST = torch.finfo(torch.float32).max  # what a kernel gets is float32
-
 MASTER_FORMATS = {torch.float32: FP32, torch.float16: FP16}
 EXP_AVG_FORMATS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16, torch.uint8: ROOT8}
-EXP_AVG_SQ_FORMATS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16_NONZERO, torch.uint8: LOG8}
+"""Stored format of an average of gradients, by its dtype."""
 
-
-def moment_formats(
-    exp_avg_dtype: torch.dtype, exp_avg_sq_dtype: torch.dtype, *, stochastic_rounding: bool
-) -> dict[str, Format]:
-    """Stored format of both moments.
-
-    Args:
-        exp_avg_dtype: dtype of the first moment.
-        exp_avg_sq_dtype: dtype of the second moment.
-        stochastic_rounding: whether bfloat16 is rounded stochastically.
-    """
-    formats = {"exp_avg": EXP_AVG_FORMATS[exp_avg_dtype], "exp_avg_sq": EXP_AVG_SQ_FORMATS[exp_avg_sq_dtype]}
-    if stochastic_rounding:
-        formats = {key: BF16_STOCHASTIC if format is BF16 else format for key, format in formats.items()}
-    return formats
-
-
-_NO_AMSGRAD = "FusedOffloadAdam does not support the AMSGrad variant. Leave amsgrad False, or use torch.optim.AdamW."
+shown = reprlib.repr  # of any value: repr of what is nested too deeply raises
+_LARGEST = torch.finfo(torch.float32).max  # what a kernel gets is float32
 
 
 def check_switches(**switches: Any) -> None:
@@ -58,8 +39,12 @@ def check_dtypes(**dtypes: Any) -> None:
             raise TypeError(f"Invalid {name}: {dtype!r}, it should be a torch.dtype, such as torch.bfloat16")
 
 
-def check_master_dtype(master_weight_dtype: torch.dtype, optimizer: str = "FusedOffloadAdam") -> None:
+def check_master_dtype(master_weight_dtype: torch.dtype, optimizer: str) -> None:
     """Raises for a dtype that master weights cannot have.
+
+    Args:
+        master_weight_dtype: what was asked for.
+        optimizer: name of the class that was built.
 
     Raises:
         TypeError: for what is no dtype.
@@ -70,33 +55,26 @@ def check_master_dtype(master_weight_dtype: torch.dtype, optimizer: str = "Fused
         raise RuntimeError(f"{optimizer} only supports fp32/fp16 master weights, but got {master_weight_dtype}.")
 
 
-def check_modes(
-    *,
-    amsgrad: bool,
-    capturable: bool,
-    exp_avg_dtype: torch.dtype,
-    exp_avg_sq_dtype: torch.dtype,
-    numerics: str,
-) -> None:
-    """Raises for modes that do not exist.
+def check_average_dtypes(optimizer: str, **dtypes: torch.dtype) -> None:
+    """Raises for a dtype that averages cannot be stored in.
+
+    Args:
+        optimizer: name of the class that was built.
+        **dtypes: dtypes by name of the argument.
 
     Raises:
-        TypeError: for a dtype that is none.
-        RuntimeError: for a mode that TransformerEngine's FusedAdam refuses too, or that is not there yet.
-        ValueError: for unknown numerics.
+        TypeError: for what is no dtype.
+        RuntimeError: for a dtype that is not supported.
     """
-    check_dtypes(exp_avg_dtype=exp_avg_dtype, exp_avg_sq_dtype=exp_avg_sq_dtype)
-    if amsgrad:
-        raise RuntimeError(_NO_AMSGRAD)
-    if capturable:
-        raise RuntimeError(
-            "FusedOffloadAdam does not support capturable=True. Leave it False: lr tensors and a gradient scaler's "
-            "signals are read on the device already, and step() is called outside of CUDA graphs."
-        )
-    for name, dtype in (("exp_avg_dtype", exp_avg_dtype), ("exp_avg_sq_dtype", exp_avg_sq_dtype)):
+    check_dtypes(**dtypes)
+    for name, dtype in dtypes.items():
         if dtype not in EXP_AVG_FORMATS:
-            raise RuntimeError(f"FusedOffloadAdam only supports fp32/fp16/bf16/uint8 {name}, but got {dtype}.")
-    check_numerics(numerics, ())
+            raise RuntimeError(f"{optimizer} only supports fp32/fp16/bf16/uint8 {name}, but got {dtype}.")
+
+
+def rounded_format(format: Format, *, stochastic_rounding: bool) -> Format:
+    """Stored format of an average, where bfloat16 may be rounded stochastically."""
+    return BF16_STOCHASTIC if stochastic_rounding and format is BF16 else format
 
 
 def check_rounding(stochastic_rounding: Any, rounding_seed: Any) -> None:
@@ -113,11 +91,16 @@ def check_rounding(stochastic_rounding: Any, rounding_seed: Any) -> None:
         raise ValueError(f"Invalid rounding_seed: {rounding_seed}, it should be in [0, 2**31)")
 
 
-def warn_if_nothing_rounds(stochastic_rounding: bool, *moment_dtypes: torch.dtype) -> None:
-    """One warning where ``stochastic_rounding`` changes nothing."""
-    if stochastic_rounding and not {torch.bfloat16, torch.uint8} & set(moment_dtypes):
+def warn_if_nothing_rounds(stochastic_rounding: bool, **dtypes: torch.dtype) -> None:
+    """Warns, on behalf of the constructor's caller, where ``stochastic_rounding`` changes nothing.
+
+    Args:
+        stochastic_rounding: the constructor's argument.
+        **dtypes: dtypes of the averages by name of the argument.
+    """
+    if stochastic_rounding and not {torch.bfloat16, torch.uint8} & set(dtypes.values()):
         warnings.warn(
-            "stochastic_rounding=True changes nothing: it is for moments in bfloat16 (exp_avg_dtype, exp_avg_sq_dtype)",
+            f"stochastic_rounding=True changes nothing: it is for moments in bfloat16 ({', '.join(dtypes)})",
             stacklevel=3,
         )
 
@@ -150,65 +133,59 @@ def standing_average(decays: Mapping[str, float], formats: Mapping[str, Format])
     return None
 
 
-_INSTEAD = {
+TORCH_ARGUMENTS = {
     "foreach": "there is one fused kernel for all parameters; leave the argument out",
     "fused": "the update is always one fused kernel; leave the argument out",
     "maximize": "leave the argument out; to maximize, minimize the negated loss",
-    "differentiable": "the kernel has no backward; use torch.optim.AdamW to differentiate through steps",
-    "decoupled_weight_decay": "use adam_w_mode",
+    "differentiable": "the kernel has no backward; use an optimizer of torch.optim to differentiate through steps",
 }
+"""Arguments of torch's optimizers that no rule has, and their replacements."""
 
 
-def refuse_unknown(arguments: Mapping[str, Any]) -> None:
-    """Raises for arguments that do not exist here, those of ``torch.optim.AdamW`` among them.
+def refuse_unknown(arguments: Mapping[str, Any], optimizer: str, instead: Mapping[str, str]) -> None:
+    """Raises for arguments that do not exist here, those of torch's optimizers among them.
+
+    Args:
+        arguments: what was given beyond the constructor's arguments.
+        optimizer: name of the class that was built.
+        instead: advice by name, for arguments of related optimizers.
 
     Raises:
-        TypeError: names the first one and, for torch's, says what to do.
+        TypeError: names the first one and, if it is known, says what to do.
     """
+    known = {**TORCH_ARGUMENTS, **instead}
     for name in arguments:
-        message = f"FusedOffloadAdam got an unexpected keyword argument {name!r}"
-        raise TypeError(f"{message}: {_INSTEAD[name]}" if name in _INSTEAD else message)
+        message = f"{optimizer} got an unexpected keyword argument {name!r}"
+        raise TypeError(f"{message}: {known[name]}" if name in known else message)
 
 
-def check_group_options(group: Mapping[str, Any]) -> None:
-    """Raises for options of ``torch.optim.AdamW`` that a group turns on and that would have no effect here.
-
-    Raises:
-        TypeError: names the option and says what to do.
-        RuntimeError: for modes that TransformerEngine's FusedAdam refuses too.
-    """
-    refuse_unknown({name: group[name] for name in _INSTEAD if group.get(name)})
-    if group.get("amsgrad"):
-        raise RuntimeError(_NO_AMSGRAD)
-
-
-def check_numerics(numerics: str, params: Sequence[torch.Tensor]) -> None:
-    """Raises for parameters that cannot be stepped with ``numerics``.
-
-    Raises:
-        ValueError: for unknown numerics.
-        RuntimeError: for the bits of an NVIDIA GPU where there is none.
-    """
-    if numerics not in ("ieee", "te"):
-        raise ValueError(f"Invalid numerics: {numerics!r}, it should be 'ieee' or 'te'")
-    if numerics == "te" and any(param.device.type == "cpu" for param in params):
-        raise RuntimeError("numerics='te' reproduces an NVIDIA GPU's fast math; on the CPU use numerics='ieee'")
-
-
-def check_hyperparameters(group: Mapping[str, Any], *, lr_required: bool = False) -> None:
-    """Raises for hyperparameters and step counts that no step can use, in torch's wording.
+def refuse_options(group: Mapping[str, Any], optimizer: str, instead: Mapping[str, str]) -> None:
+    """Raises for options of torch's and related optimizers that a group turns on and that would have no effect here.
 
     Args:
         group: a parameter group.
-        lr_required: whether ``lr`` may not be None; schedulers may set it between construction and the first step.
+        optimizer: name of the class that was built.
+        instead: advice by name, for options of related optimizers.
+
+    Raises:
+        TypeError: names the option and says what to do.
+    """
+    refuse_unknown({name: group[name] for name in (*TORCH_ARGUMENTS, *instead) if group.get(name)}, optimizer, instead)
+
+
+def check_learning_rate(lr: Any, *, required: bool) -> None:
+    """Raises for a learning rate that no step can use, in torch's wording.
+
+    Args:
+        lr: a number or a one-element tensor.
+        required: whether it may not be None; schedulers may set it between construction and the first step.
 
     Raises:
         TypeError: for what is no number.
-        ValueError: names the hyperparameter and its value.
+        ValueError: for a value out of range, and for None.
     """
-    lr, eps, betas, weight_decay = group["lr"], group["eps"], group["betas"], group["weight_decay"]
     if lr is None:
-        if lr_required:
+        if required:
             raise ValueError("Invalid learning rate: None, set group['lr'] before the first step")
     elif isinstance(lr, torch.Tensor):
         if lr.numel() != 1:
@@ -219,8 +196,15 @@ def check_hyperparameters(group: Mapping[str, Any], *, lr_required: bool = False
             raise ValueError(f"Invalid learning rate: {lr.item()}")
     elif not 0.0 <= _number(lr, "learning rate", "a number or a one-element tensor") <= _LARGEST:
         raise ValueError(f"Invalid learning rate: {lr}")
-    if isinstance(eps, torch.Tensor) or not 0.0 <= _number(eps, "epsilon value") <= _LARGEST:
-        raise ValueError(f"Invalid epsilon value: {eps}")
+
+
+def check_betas(betas: Any) -> None:
+    """Raises for decays other than two numbers in [0, 1) that are below 1 in float32 too.
+
+    Raises:
+        TypeError: for what is no pair of numbers.
+        ValueError: names the decay and its value.
+    """
     if isinstance(betas, (str, bytes, Mapping)) or not (hasattr(betas, "__len__") and hasattr(betas, "__getitem__")):
         raise TypeError(f"Invalid betas: {shown(betas)}, it should be two numbers")
     if len(betas) != 2:
@@ -230,12 +214,23 @@ def check_hyperparameters(group: Mapping[str, Any], *, lr_required: bool = False
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
         if round_fp32(beta) == 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}, which is 1 in float32")
-    if isinstance(weight_decay, torch.Tensor) or not abs(_number(weight_decay, "weight_decay value")) <= _LARGEST:
-        raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-    corrected = group.get("bias_correction", True)
-    if not isinstance(corrected, (bool, int, np.bool_)):
-        raise TypeError(f"Invalid bias_correction: {shown(corrected)}, it should be a bool")
-    checked_step(group.get("step", 0))
+
+
+def check_number(value: Any, what: str, *, nonnegative: bool = False) -> None:
+    """Raises for a hyperparameter that is no finite float32.
+
+    Args:
+        value: the hyperparameter; no tensor.
+        what: its name in the error.
+        nonnegative: whether it may not be below 0.
+
+    Raises:
+        TypeError: for what is no number.
+        ValueError: for a value out of range.
+    """
+    lowest = 0.0 if nonnegative else -_LARGEST
+    if isinstance(value, torch.Tensor) or not lowest <= _number(value, what) <= _LARGEST:
+        raise ValueError(f"Invalid {what}: {value}")
 
 
 def checked_step(step: Any) -> int:

@@ -29,7 +29,7 @@ def check_value(state: ParamState, key: str, value: Any, *, raw: bool = False) -
         ValueError: for another shape, and for values out of range.
     """
     if key not in state.views:
-        raise KeyError(f"FusedOffloadAdam keeps {', '.join(state.views)} for this parameter; it cannot take {key!r}")
+        raise KeyError(f"The optimizer keeps {', '.join(state.views)} for this parameter; it cannot take {key!r}")
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{key} should be a tensor, but got {type(value).__name__}")
     if value.shape != state.shape:

@@ -32,7 +32,7 @@ from .storage import Extent
 class StateEntry(dict[str, torch.Tensor]):
     """State of one parameter: the rule's keys and, where the optimizer keeps one, ``master_param``.
 
-    Empty until the first step, a load or `FusedOffloadAdam.initialize_state`. Values are views of
+    Empty until the first step, a load or `OffloadOptimizer.initialize_state`. Values are views of
     the storage, shaped and strided like the parameter, in their stored dtype. Handing one out waits
     for the last step's write-back. Values of a distributed parameter are handed out as tensors
     distributed like it.

@@ -36,7 +36,7 @@ class AddressTable:
 
     Attributes:
         chunks: rows of each chunk.
-        rows: ``[rows, 6]`` int64, see `kernels.adam.TABLE_COLUMNS`.
+        rows: ``[rows, 6]`` int64, see `kernels.launch.TABLE_COLUMNS`.
         version: version of the updates whose addresses it holds.
     """
 
