@@ -25,14 +25,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from fused_offload.kernels.adam import launch as adam
-from fused_offload.kernels.adam import reference
 from fused_offload.kernels.launch import ScalerSignals
 from fused_offload.memory import cuda_driver
 from fused_offload.memory.staging_ring import StagingRing
 from fused_offload.state.storage import Extent
 from fused_offload.step import devices
 from fused_offload.step.stepper import Stepper
+from fused_offload.stream.launches import Launches
 from fused_offload.stream.prefetch import Window
 from fused_offload.stream.queues import DeviceQueues
 from fused_offload.stream.skip_counter import SkipCounter
@@ -40,7 +39,6 @@ from fused_offload.stream.step_upload import UploadBuffer
 
 _ALIGNMENT = 512
 _GPU = torch.device("cuda", 0)
-_NO_SIGNALS = ScalerSignals()
 
 
 class Schedule(NamedTuple):
@@ -383,8 +381,13 @@ class SimulatedDevice:
         self.put(self.streams[stream - 1], run)
         return 0
 
-    def launch(self, table: torch.Tensor, rows: int, programs: int, *arguments: Any) -> None:
-        """The kernel, by its specification."""
+    def launch(self, launches: Launches, index: int, state: Any) -> None:
+        """The kernel of one chunk, by its specification."""
+        rows, phase = (
+            launches._plan.table.chunks[index],
+            launches._inputs.rule.phases[launches._plan.kinds[index].phase],
+        )
+        table, arguments = launches._table[rows.first :], (state, *launches._shared(index))
         self._count_call()
         views = tree_map(lambda value: View.of(value) if isinstance(value, torch.Tensor) else value, (table, arguments))
 
@@ -396,12 +399,12 @@ class SimulatedDevice:
 
         def run() -> None:
             table, arguments = tree_map(tensor, views, is_leaf=lambda value: isinstance(value, View))
-            self._adam_step(table[:rows], *arguments)
+            self._run_phase(phase.reference, table[: rows.rows], *arguments)
 
         self.put(self.current, run)
 
-    def _adam_step(
-        self, table: torch.Tensor, state: Any, scalars: Any, kind: Any, amp: ScalerSignals = _NO_SIGNALS
+    def _run_phase(
+        self, reference: Any, table: torch.Tensor, state: Any, scalars: Any, kind: Any, amp: ScalerSignals
     ) -> None:
         if isinstance(scalars.lr, torch.Tensor):
             scalars = scalars._replace(lr=scalars.lr.item())
@@ -412,13 +415,12 @@ class SimulatedDevice:
             skip = bool(amp.found_inf.item() != 0)
             row = int(amp.skips.item()) - amp.skips_before
             if not 0 <= row < len(amp.skip_rows):
-                raise DeviceFault(f"a kernel reads row {row} of {len(amp.skip_rows)} bias corrections")
-            correction1, correction2 = amp.skip_rows[row].tolist()
-            scalars = scalars._replace(
-                bias_correction1=correction1, bias_correction2=correction2, step=max(1, scalars.step - row)
-            )
+                raise DeviceFault(f"a kernel reads row {row} of {len(amp.skip_rows)}")
+            corrections = [name for name in scalars._fields if name.startswith("bias_correction")]
+            by_skips = dict(zip(corrections, amp.skip_rows[row].tolist(), strict=False))
+            scalars = scalars._replace(**by_skips, step=max(1, scalars.step - row))
         if skip:  # state that no step wrote gets its initial value: a step of nothing
-            writes = state.init_moments or state.init_master
+            writes = any(value is True for value in state)  # init_...
             writes = writes or (kind.param_dtype == torch.float32 and state.master_param is not None)
             scalars = scalars._replace(
                 lr=0.0, beta1=1.0, one_minus_beta1=0.0, beta2=1.0, one_minus_beta2=0.0, weight_decay=0.0
@@ -435,7 +437,7 @@ class SimulatedDevice:
                 param, grad = (view.tensor() for view in views)
                 grad = torch.zeros_like(grad) if skip else grad
                 part = state.narrow(start, numel)
-                reference.adam_step_(param, grad, part, scalars, grad_scale=scale, counter=counter)
+                reference(param, grad, part, scalars, grad_scale=scale, counter=counter)
 
 
 class _Driver:
@@ -589,10 +591,9 @@ def installed(sim: SimulatedDevice, patch: pytest.MonkeyPatch) -> Iterator[None]
     driver = _Driver(sim)
     patch.setattr(cuda_driver, "_driver", lambda: driver)
     patch.setattr(devices, "_CPU", torch.device("meta"))
-    patch.setattr(adam, "compile_step", lambda *arguments: None)
     patch.setattr(DeviceQueues, "_of_device", weakref.WeakValueDictionary())
     if sim.schedule is not None:
-        patch.setattr(adam, "adam_step_", sim.launch)
+        patch.setattr(Launches, "launch", lambda self, index, state: sim.launch(self, index, state))
         patch.setattr(Stepper, "on_one_gpu", lambda self: True)
         make = Extent.__init__
         patch.setattr(Extent, "__init__", lambda *args, pin: make(*args, pin=True))

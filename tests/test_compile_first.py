@@ -24,7 +24,7 @@ from fused_offload.rules.adam import AdamRule
 from fused_offload.stream.launches import Launches
 
 pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
-COMPILE_STEP = adam.compile_step  # which the pipeline on the CPU has no use for
+COMPILE_STEP = adam.compile_step
 
 
 def variant(*launch: Any) -> Any:
