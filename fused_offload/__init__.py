@@ -1,7 +1,8 @@
-"""FusedOffloadAdam: Adam with its state in pinned host memory, at the speed of the link."""
+"""Optimizers with their state in pinned host memory, at the speed of the link: Adam and Lion."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -11,8 +12,11 @@ from .config import OffloadConfig
 
 if TYPE_CHECKING:
     from .adam import FusedOffloadAdam
+    from .lion import FusedOffloadLion
 
-__all__ = ["FusedOffloadAdam", "OffloadConfig"]
+__all__ = ["FusedOffloadAdam", "FusedOffloadLion", "OffloadConfig"]
+
+_MODULES = {"FusedOffloadAdam": "adam", "FusedOffloadLion": "lion"}
 
 
 def _find_kernels() -> None:
@@ -38,10 +42,8 @@ _find_kernels()
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the optimizer, and with it torch, when it is asked for: the command line's help needs neither."""
-    if name != "FusedOffloadAdam":
+    """Imports an optimizer, and with it torch, at its first use: the command line's help needs neither."""
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .adam import FusedOffloadAdam
-
-    globals()[name] = FusedOffloadAdam
-    return FusedOffloadAdam
+    globals()[name] = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    return globals()[name]

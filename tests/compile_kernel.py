@@ -1,14 +1,17 @@
-"""Compiles the kernel for GPUs that need not be there.
+"""Compiles a rule's kernel for GPUs that need not be there.
 
-``python tests/compile_kernel.py EXP_AVG EXP_AVG_SQ MASTER [--target 80 90 100 120]``
+``python tests/compile_kernel.py adam EXP_AVG EXP_AVG_SQ MASTER [--target 80 90 100 120]``
+``python tests/compile_kernel.py lion EXP_AVG MASTER [--target 80 90 100 120]``
 
-The interpreter runs Python, and takes much that Triton's compiler does not. Arguments are names of formats,
+The interpreter runs Python, and takes much that Triton's compiler does not. Arguments are names of stored formats,
 and compute capabilities without their point; by default Hopper's.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -20,6 +23,8 @@ from fused_offload.kernels.adam import launch as adam
 from fused_offload.kernels.adam.reference import AdamState, adam_scalars
 from fused_offload.kernels.formats import SCALE_BLOCK, Format, Stored
 from fused_offload.kernels.launch import TABLE_COLUMNS, LaunchKind, ScalerSignals
+from fused_offload.kernels.lion import launch as lion
+from fused_offload.kernels.lion.reference import LionState, lion_scalars
 
 TYPES = {
     torch.float32: "fp32",
@@ -38,29 +43,35 @@ def type_of(value: object) -> str:
     return "fp32" if isinstance(value, float) else "i32"
 
 
+def adam_launch(formats: Sequence[Stored], *shared: Any) -> tuple[Any, dict[str, Any]]:
+    scalars = adam_scalars(
+        lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=1, bias_corrected=True, adam_w_mode=True
+    )
+    table, *rest = shared
+    return adam.adam_kernel, adam._arguments(table, 1, 1, AdamState(*formats), scalars, *rest)
+
+
+def lion_launch(formats: Sequence[Stored], *shared: Any) -> tuple[Any, dict[str, Any]]:
+    scalars = lion_scalars(lr=0.1, betas=(0.9, 0.99), weight_decay=0.1, step=1)
+    table, *rest = shared
+    return lion.lion_kernel, lion._arguments(table, 1, 1, LionState(*formats), scalars, *rest)
+
+
+LAUNCHES: dict[str, Callable[..., tuple[Any, dict[str, Any]]]] = {"adam": adam_launch, "lion": lion_launch}
+
+
 def compile_step(
-    exp_avg: Format,
-    exp_avg_sq: Format,
-    master: Format,
-    *,
-    amp: ScalerSignals,
-    max_programs: int | None,
-    target: int = HOPPER,
+    rule: str, formats: Sequence[Format], *, amp: ScalerSignals, max_programs: int | None, target: int = HOPPER
 ) -> str:
     """PTX of one step of bfloat16 parameters."""
 
     def stored(format: Format) -> Stored:
         return Stored(format, torch.empty(SCALE_BLOCK, dtype=format.dtype), torch.empty(1) if format.scaled else None)
 
-    scalars = adam_scalars(
-        lr=0.1, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1, step=1, bias_corrected=True, adam_w_mode=True
-    )
-    state = AdamState(stored(exp_avg), stored(exp_avg_sq), stored(master))
     kind = LaunchKind(torch.bfloat16, torch.bfloat16, max_programs=max_programs)
     table = torch.empty(1, TABLE_COLUMNS, dtype=torch.int64)
-    arguments = adam._arguments(table, 1, 1, state, scalars, kind, amp)
+    kernel, arguments = LAUNCHES[rule]([stored(format) for format in formats], table, kind, amp)
     options = {name: arguments.pop(name) for name in ("num_warps", "enable_fp_fusion")}
-    kernel = adam.adam_kernel
     constants = {
         param.name: arguments[param.name]
         for param in kernel.params
@@ -74,16 +85,15 @@ def compile_step(
 def main() -> None:
     by_name = {format.name: format for format in vars(formats).values() if isinstance(format, Format)}
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("exp_avg", "exp_avg_sq", "master"):
-        parser.add_argument(name, type=by_name.__getitem__)
+    parser.add_argument("rule", choices=LAUNCHES)
+    parser.add_argument("formats", type=by_name.__getitem__, nargs="+")
     parser.add_argument("--target", type=int, nargs="+", default=[HOPPER])
     options = parser.parse_args()
     one = torch.ones(1)
     skipping = ScalerSignals(one, one, torch.ones(1, dtype=torch.int64), torch.ones(1, 2))
-    formats_of = options.exp_avg, options.exp_avg_sq, options.master
     for target in options.target:
         for amp, max_programs in ((ScalerSignals(), None), (skipping, 32)):
-            ptx = compile_step(*formats_of, amp=amp, max_programs=max_programs, target=target)
+            ptx = compile_step(options.rule, options.formats, amp=amp, max_programs=max_programs, target=target)
             assert "st.global" in ptx
             assert f".target sm_{target}" in ptx
             print(f"sm_{target}:", len(ptx.splitlines()), "lines of PTX")

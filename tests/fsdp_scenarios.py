@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload import FusedOffloadAdam, FusedOffloadLion, OffloadConfig
 from fused_offload.checkpoint import state_dict as checkpoint
 from fused_offload.checkpoint.torch_dcp import Wanted
 from fused_offload.model_hooks import backward_step
@@ -115,7 +115,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
         loss_of(model, step).backward()
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        with alone() if isinstance(optimizer, FusedOffloadAdam) else warnings.catch_warnings():
+        with alone() if isinstance(optimizer, FusedOffloadAdam | FusedOffloadLion) else warnings.catch_warnings():
             optimizer.step()
         optimizer.zero_grad()
 
@@ -178,6 +178,19 @@ def equals_the_resident_run() -> None:
             train(model, optimizer, range(5), clip=0.5)
             runs += [model, optimizer]
         same_training(*runs)
+
+
+@scenario
+def lion_equals_its_resident_run() -> None:
+    runs = []
+    for offload in (OffloadConfig(chunk_bytes=3000), OffloadConfig(fraction=0.0)):
+        model = gpt(dtype=torch.bfloat16)
+        settings = {"master_weights": True, "store_param_remainders": True, "exp_avg_dtype": torch.uint8}
+        optimizer = FusedOffloadLion(model.parameters(), **HYPER, **settings, offload=offload)
+        train(model, optimizer, range(3), clip=0.5)
+        runs += [model, optimizer]
+    same_training(*runs)
+    assert isinstance(runs[1].state[runs[0].gain]["exp_avg"], DTensor)
 
 
 @scenario

@@ -381,12 +381,13 @@ class SimulatedDevice:
         self.put(self.streams[stream - 1], run)
         return 0
 
-    def launch(self, launches: Launches, index: int, state: Any) -> None:
+    def launch(self, launches: Launches, index: int, slot_index: int) -> None:
         """The kernel of one chunk, by its specification."""
         rows, phase = (
             launches._plan.table.chunks[index],
             launches._inputs.rule.phases[launches._plan.kinds[index].phase],
         )
+        state = launches._plan.state(index, slot_index, launches._inputs.rule, launches._ring, launches._window)
         table, arguments = launches._table[rows.first :], (state, *launches._shared(index))
         self._count_call()
         views = tree_map(lambda value: View.of(value) if isinstance(value, torch.Tensor) else value, (table, arguments))
@@ -593,7 +594,7 @@ def installed(sim: SimulatedDevice, patch: pytest.MonkeyPatch) -> Iterator[None]
     patch.setattr(devices, "_CPU", torch.device("meta"))
     patch.setattr(DeviceQueues, "_of_device", weakref.WeakValueDictionary())
     if sim.schedule is not None:
-        patch.setattr(Launches, "launch", lambda self, index, state: sim.launch(self, index, state))
+        patch.setattr(Launches, "launch", lambda self, index, slot=0: sim.launch(self, index, slot))
         patch.setattr(Stepper, "on_one_gpu", lambda self: True)
         make = Extent.__init__
         patch.setattr(Extent, "__init__", lambda *args, pin: make(*args, pin=True))

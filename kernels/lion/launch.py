@@ -1,0 +1,104 @@
+"""Launches of the fused Lion kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fused_offload.kernels.launch import (
+    BLOCK_NUMEL,
+    NAME_OF_DTYPE,
+    LaunchKind,
+    ScalerSignals,
+    compile_and_load,
+    raw_pointer,
+)
+
+from .kernel import lion_kernel
+from .reference import LionScalars, LionState
+
+
+def _arguments(
+    table: torch.Tensor,
+    rows: int,
+    programs: int,
+    state: LionState,
+    scalars: LionScalars,
+    kind: LaunchKind,
+    signals: ScalerSignals,
+) -> dict[str, Any]:
+    master = state.master_param
+    lr_on_device = isinstance(scalars.lr, torch.Tensor)
+    return {
+        "table_ptr": table,
+        "rows": rows,
+        "blocks": programs,
+        "exp_avg_ptr": raw_pointer(state.exp_avg.data),
+        "exp_avg_scale_ptr": state.exp_avg.scale,
+        "master_ptr": None if master is None else master.data,
+        "master_scale_ptr": None if master is None else master.scale,
+        "rounding_seed": scalars.rounding_seed,
+        "rounding_step": scalars.step,
+        "lr": 0.0 if lr_on_device else scalars.lr,
+        "lr_ptr": scalars.lr if lr_on_device else None,
+        "beta1": scalars.beta1,
+        "one_minus_beta1": scalars.one_minus_beta1,
+        "beta2": scalars.beta2,
+        "one_minus_beta2": scalars.one_minus_beta2,
+        "weight_decay": scalars.weight_decay,
+        "skips_ptr": signals.skips,
+        "skips_before": signals.skips_before,
+        "grad_scale_ptr": signals.grad_scale,
+        "found_inf_ptr": signals.found_inf,
+        "PARAM": NAME_OF_DTYPE[kind.param_dtype],
+        "GRAD": NAME_OF_DTYPE[kind.grad_dtype],
+        "EXP_AVG": state.exp_avg.format.name,
+        "MASTER": "none" if master is None else master.format.name,
+        "INIT_EXP_AVG": state.init_exp_avg,
+        "INIT_MASTER": state.init_master,
+        "ALIGNED": kind.aligned,
+        "BLOCK": BLOCK_NUMEL,
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
+
+
+def lion_step_(
+    table: torch.Tensor,
+    rows: int,
+    programs: int,
+    state: LionState,
+    scalars: LionScalars,
+    kind: LaunchKind,
+    signals: ScalerSignals = ScalerSignals(),  # noqa: B008 - immutable
+) -> None:
+    """Launches one Lion step of all pieces in the table on the current stream; `reference.lion_step_` specifies it.
+
+    Args:
+        table: ``[>= rows, 6]`` int64 on the parameters' device, see `launch.TABLE_COLUMNS`. Parameters behind its
+            addresses are updated in place, gradients are only read.
+        rows: pieces, at least 1.
+        programs: sum of `programs_of` over the pieces.
+        state: stored state on the parameters' device or in page-locked host memory, updated in place at the rows' state
+            starts.
+        scalars: hyperparameters.
+        kind: dtypes and a bound on the launch.
+        signals: gradient scaler's signals on the parameters' device.
+    """
+    lion_kernel[kind.grid(programs)](**_arguments(table, rows, programs, state, scalars, kind, signals))
+
+
+def compile_step(
+    table: torch.Tensor, state: LionState, scalars: LionScalars, kind: LaunchKind, signals: ScalerSignals
+) -> None:
+    """Compiles and loads the kernel that `lion_step_` launches with such arguments.
+
+    Args:
+        table: any int64 tensor on the device.
+        state: state of the formats to compile for.
+        scalars: only whether ``lr`` is a tensor, and of which dtype, matters.
+        kind: dtypes.
+        signals: only which of them are None matters.
+    """
+    compile_and_load(lion_kernel, _arguments(table, 1, 1, state, scalars, kind, signals))
