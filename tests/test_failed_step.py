@@ -108,7 +108,7 @@ def test_a_table_that_found_no_memory_is_found_some_later(fails: str, monkeypatc
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     class Torch:
-        """As `upload` sees it."""
+        """As `step_upload` sees it."""
 
         empty = staticmethod(no_memory)
 

@@ -1,4 +1,4 @@
-"""What one step does: segments cut into chunks. Pure Python, no tensors."""
+"""Segments of one step, and the chunks that they are cut into. Pure Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Segment(NamedTuple):
     """The part of one parameter that is updated.
 
     Attributes:
-        kind: what segments of one chunk have in common: their storage, their group, their gradients' dtype.
+        kind: storage, group and gradient dtype, which all segments of a chunk share.
         start: first element in the storage, a multiple of `ALIGNMENT`.
         numel: elements, at least 1.
     """
@@ -53,12 +53,12 @@ class CopyRange(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What is moved and updated at a time: one launch.
+    """Segments that are moved together and updated by one launch.
 
     Attributes:
         kind: the kind of its segments.
         pieces: by ascending storage.
-        ranges: what is copied, covering the pieces.
+        ranges: storage that is copied, covering the pieces.
         numel: elements that the chunk takes in a slot.
     """
 
@@ -75,7 +75,7 @@ def make_plan(segments: Sequence[Segment], capacity: Callable[[Hashable], int | 
     of their first segment, segments of a kind by their place in storage.
 
     Args:
-        segments: what is updated; segments of one kind do not overlap in storage.
+        segments: parts of parameters to update; those of one kind do not overlap in storage.
         capacity: elements that a chunk of a kind may take, a multiple of `ALIGNMENT`, or None for no limit.
 
     Returns:

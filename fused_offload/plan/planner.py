@@ -23,7 +23,7 @@ _PLANS_KEPT = 8  # models with idle experts alternate between a few sets of grad
 
 
 class ChunkKind(NamedTuple):
-    """What the segments of one chunk have in common.
+    """Properties that all segments of one chunk share.
 
     Attributes:
         extent: storage of the state.
@@ -96,7 +96,7 @@ class Planner:
         """The plan of one step.
 
         Args:
-            updates: what has a gradient.
+            updates: parameters with gradients.
             entries: state of each update, with its storage.
             version: changes whenever storage of any entry did, or values became initial again.
             window: blocks whose state is on the GPU already.
@@ -157,7 +157,7 @@ class Planner:
 
 
 def extent_streaming(config: OffloadConfig, layout: Layout, numel: int) -> Streaming:
-    """How an extent of ``numel`` elements is streamed."""
+    """Transfer settings of an extent of ``numel`` elements."""
     return streaming_of(config, layout.device, layout.state_bytes(numel))
 
 

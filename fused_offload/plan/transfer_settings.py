@@ -1,4 +1,4 @@
-"""How the state of one extent is streamed: the configuration with every ``"auto"`` settled."""
+"""Transfer settings of one extent: the configuration with every ``"auto"`` settled."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fused_offload.profiles.units import MIB
 
 
 class Streaming(NamedTuple):
-    """How state streams.
+    """Transfer settings of one extent.
 
     Attributes:
-        chunk_bytes: state bytes of a chunk; says nothing with programs.
-        depth: chunks in flight; says nothing with programs.
+        chunk_bytes: state bytes of a chunk; unused with programs.
+        depth: chunks in flight; unused with programs.
         programs: programs at most of a kernel that works on host memory itself, or None for copies through the ring.
     """
 
@@ -36,7 +36,7 @@ _CHUNKS_OF_SMALL_STATE = 16
 
 
 def default_streaming(state_bytes: int) -> Streaming:
-    """Copies, where no profile says another way.
+    """Transfer settings without a profile: copies through the ring.
 
     The link idles one way during the first chunk and the other way during the last, so a small state takes small
     chunks; but each chunk costs the host some time. On an H100 over PCIe 5, steps of 30 to 240 MB took 8 to 27 %
@@ -50,10 +50,10 @@ def default_streaming(state_bytes: int) -> Streaming:
 
 
 def streaming_of(config: OffloadConfig, device: torch.device, state_bytes: int) -> Streaming:
-    """How state of a device's parameters streams.
+    """Transfer settings for parameters of a device.
 
     Args:
-        config: what the caller asked for; it wins over the profile.
+        config: the caller's configuration; it wins over the profile.
         device: of the parameters.
         state_bytes: of the extent.
     """
@@ -64,10 +64,10 @@ def streaming_of(config: OffloadConfig, device: torch.device, state_bytes: int) 
 
 
 def settle(config: OffloadConfig, choice: Choice | None, state_bytes: int) -> Streaming:
-    """How state streams.
+    """Settles every ``"auto"`` of the configuration.
 
     Args:
-        config: what the caller asked for; it wins over the choice.
+        config: the caller's configuration; it wins over the choice.
         choice: of a profile, or None.
         state_bytes: of the extent.
     """

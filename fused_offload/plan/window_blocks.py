@@ -32,12 +32,12 @@ class WindowBlock(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """GPU bytes that it takes."""
+        """GPU bytes of the block."""
         return self.place.nbytes
 
     @property
     def place(self) -> ArrayPlace:
-        """Where each key lies in the block's memory."""
+        """Place of each key in the block's memory."""
         return block_place(self.extent.layout, self.numel)
 
 
@@ -62,7 +62,7 @@ class Cut(NamedTuple):
     """Part of a segment that lies in one block, or in none.
 
     Attributes:
-        segment: which segment.
+        segment: index of the segment.
         offset: first element within the segment.
         numel: elements.
         block: the block, or None.
@@ -78,7 +78,7 @@ def cut_at_blocks(index: int, extent: Extent, segment: Segment, blocks: Sequence
     """Cuts a segment where blocks begin and end.
 
     Args:
-        index: which segment it is.
+        index: of the segment.
         extent: its storage.
         segment: the segment.
         blocks: blocks that are on the GPU, by ascending start within their extents.

@@ -68,7 +68,7 @@ class Devices:
         """Begins a step, or the next part of the one that is open.
 
         Args:
-            has_more_parts: whether the step stays open for another part.
+            has_more_parts: keep the step open for another part.
         """
         if not self._step_is_open:
             self._steps += 1
@@ -84,7 +84,7 @@ class Devices:
         """Enqueues a step on CUDA devices.
 
         Args:
-            prepared: what `prepare` returned.
+            prepared: result of `prepare`.
         """
         for pipeline, step in prepared:
             with torch.cuda.device(pipeline.queues.device), phase("stream"):

@@ -1,4 +1,4 @@
-"""Names the phases of a step for profilers."""
+"""Profiler ranges of a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _light: Any = getattr(torch._C._profiler, "_RecordFunctionFast", profiler.record
 
 
 class _Marked:
-    """What runs between enter and exit is marked; a marker raises nothing."""
+    """A profiler range from enter to exit; it raises nothing."""
 
     __slots__ = ("_mark",)
 

@@ -1,4 +1,4 @@
-"""What a step moved across the link, how fast, and for how long it held the caller's stream."""
+"""Reports of steps: bytes and speed on the link, and time on the caller's stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StepReport:
     """One step, with the prefetch before it and the write-back behind it. GB is 1e9 bytes.
 
     Attributes:
-        exposed_ms: from the step's beginning on the caller's stream to its last kernel: what training waited for. The
+        exposed_ms: from the step's beginning on the caller's stream to its last kernel, for which training waits. The
             kernels themselves are part of it, as they are where all state is on the GPU.
         bytes_to_device: state that was prefetched or streamed in.
         bytes_to_host: state that was written back.
@@ -21,7 +21,7 @@ class StepReport:
             backward and forward passes the time includes what the copies wait for each other and for memory.
         to_host_gbps: the same towards the host.
         window_bytes: GPU bytes of the window when the step began.
-        prefetched_share: how much of ``bytes_to_device`` was prefetched, 0 to 1.
+        prefetched_share: share of ``bytes_to_device`` that was prefetched, 0 to 1.
         link_share: the greater of both speeds over what plain copies in both directions at once reach, as
             ``fused-offload tune`` measured it; None where it did not, or nothing was moved.
     """

@@ -121,7 +121,7 @@ class Stepper:
         return sum(extent.nbytes for extent in self._store.extents() if extent.slab is not None) / assumed_bytes_per_s
 
     def on_one_gpu(self) -> bool:
-        """Whether all parameters are on one CUDA device."""
+        """True if all parameters are on one CUDA device."""
         return len(self._watch.devices) == 1 and next(iter(self._watch.devices)).type == "cuda"
 
     def run(

@@ -1,4 +1,4 @@
-"""Copies, kernels and events in order: the pipeline of one device. Streams and events live here only.
+"""The pipeline of one device: copies, kernels and events in order. Streams and events live here only.
 
 May import `plan` and what it imports. The titled notes of `pipeline` are the invariants.
 """

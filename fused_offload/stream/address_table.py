@@ -1,4 +1,4 @@
-"""The address table of a step: where each piece's parameter and gradient are now."""
+"""The address table of a step: current addresses of each piece's parameter and gradient."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AddressTable:
         Args:
             plan: plan that the chunks are from.
             chunks: chunks of one device.
-            updates: what the plan was made for; only dtypes and positions are kept.
+            updates: gradients that the plan was made for; only dtypes and positions are kept.
             programs_of: programs that pieces of so many elements take, one by one.
         """
         counts = [len(chunk.pieces) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""Which bytes a chunk moves: from where in the slabs to where in its slot, and back."""
+"""Copies of a chunk's state between slabs and GPU memory."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class ChunkTransfer(NamedTuple):
     """All copies of one streamed chunk.
 
     Attributes:
-        to_device: what the kernel reads.
-        to_host: what the kernel writes.
-        place: where each key lies in the slot.
+        to_device: state that the kernel reads.
+        to_host: state that the kernel writes.
+        place: place of each key in the slot.
     """
 
     to_device: tuple[Copy, ...]

@@ -19,8 +19,8 @@ class _Learned(NamedTuple):
 
     Attributes:
         steps: number of steps whose outcome is known.
-        skips: how many of them were skipped.
-        last_was_skipped: outcome of the last of them.
+        skips: number of skipped steps among them.
+        last_was_skipped: outcome of the latest one.
     """
 
     steps: int

@@ -1,4 +1,4 @@
-"""What a step tells the device besides the state: addresses and values by skips, in one small copy."""
+"""The step upload: one small copy of the address table and the skip rows to the device."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class StepMarks(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Whether the device is through with all of it."""
+        """True once the device has completed all of it."""
         return bool(self.computed.query()) and all(span.ended.query() for span in (*self.to_device, *self.to_host))
 
 
