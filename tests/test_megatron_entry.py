@@ -102,6 +102,23 @@ def test_settings_of_another_offloader_do_not_enter_a_checkpoint(groups: type, a
     assert group == kept
 
 
+@pytest.mark.parametrize("save", ["packed_with_steps", "state_dict"])
+def test_state_is_saved_as_it_is_and_not_after_a_failure(save: str) -> None:
+    param = torch.nn.Parameter(torch.ones(8))
+    param.grad = torch.ones(8)
+    optimizer = MegatronAdam([param])
+    optimizer.step()
+    view = optimizer.state[param]["exp_avg"]
+    address = view.data_ptr()
+    view.data = torch.full((8,), 0.5)  # pointed elsewhere
+    packed = getattr(optimizer, save)()
+    assert packed["state"][0]["exp_avg"].data_ptr() == address
+    assert packed["state"][0]["exp_avg"].eq(0.5).all()
+    optimizer.failure = "the reason"
+    with pytest.raises(RuntimeError, match=r"failed half-way \(the reason\)"):
+        getattr(optimizer, save)()
+
+
 needs_megatron = pytest.mark.skipif(not is_there("megatron.core"), reason="needs megatron-core")
 
 
