@@ -45,6 +45,9 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             launched.append(grid[0])
             return kernel[grid]
 
+        def __getattr__(self, name: str) -> Any:
+            return getattr(kernel, name)
+
     monkeypatch.setattr(adam, "adam_kernel", Watched())
     return launched
 

@@ -192,6 +192,9 @@ class _NoKernel:
         """Takes a launch grid."""
         return lambda **arguments: None
 
+    def warmup(self, **arguments: object) -> None:
+        """Compiles nothing."""
+
 
 @contextlib.contextmanager
 def pipeline() -> Iterator[str]:
