@@ -670,6 +670,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         time. Before there is state, for parameters on the CPU, and while a CUDA graph is being
         captured, whose replays would not call it, it does nothing.
 
+        The window's memory comes from the current stream. Call it on the stream of the forward
+        pass, whose allocator pool gets the activations' memory back.
+
         Between this and the step, writes to a view that ``state`` gave out earlier are noticed by
         the version that torch counts, which ``view.data`` and ``view.numpy()`` do not: call
         `cancel_prefetch` before writing there.

@@ -1,6 +1,6 @@
 """Stored formats of optimizer state: how fp32 values lie in memory, encoded and decoded in plain torch.
 
-``formats.py`` holds the same conversions as Triton helpers; both give the same bits.
+``formats_triton.py`` holds the same conversions as Triton helpers; both give the same bits.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def rounding_counter(parameter: Whole, offset: Whole) -> Whole:
 
     Args:
         parameter: number of the parameter within the optimizer, below 2^23.
-        offset: number of the element within the parameter, below 2^40.
+        offset: number of the element within this rank's part of the parameter, below 2^40.
     """
     counter: Whole = (parameter << 40) + offset
     return counter

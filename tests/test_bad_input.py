@@ -189,7 +189,9 @@ def test_what_is_no_step_count(device: str, step: Any, exp_avg_dtype: torch.dtyp
     for name, write in WAYS_OF_A_STEP.items():
         if step is None and "state dict" in name:
             continue  # as torch's own layout has none in a group
-        with unchanged(optimizer), pytest.raises(ValueError, match=r"Invalid step: .* a whole number from 0 to"):
+        where = {"group of a state dict": " in group 1", "parameter of a state dict": " beside a parameter of group 1"}
+        message = rf"Invalid step{where.get(name, '')}: .* a whole number from 0 to"
+        with unchanged(optimizer), pytest.raises(ValueError, match=message):
             write(optimizer, step)
     optimizer.param_groups[1]["step"] = step  # nobody sees it until the step
     before = [param.detach().clone() for param in params]

@@ -222,7 +222,7 @@ def test_every_legal_order_gives_the_same_state(
         (ZERO_COPY_EDGE, True, True),
     ],
 )
-def test_every_wait_is_needed(edge: str, windows: bool, zero_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_edge_is_needed(edge: str, windows: bool, zero_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any one kind of wait, some legal order goes wrong."""
     outcomes = (
         train(seed, monkeypatch, depth=2, windows=windows, zero_copy=zero_copy, dropped=edge) for seed in range(300)

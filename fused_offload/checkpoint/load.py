@@ -88,7 +88,8 @@ def plan_load(
             for param, name in zip(group["params"], saved["params"], strict=True)
             if saved_state.get(name)
         ]
-        beside = [None if entry.get("step") is None else checked_step(entry["step"]) for _, entry in pairs]
+        where = f" beside a parameter of group {index}"
+        beside = [None if entry.get("step") is None else checked_step(entry["step"], where) for _, entry in pairs]
         step = _saved_step(saved, beside, index, int(group.get("step", 0)))
         if step and not pairs and any(local_of(param).numel() and not is_frozen(param) for param in group["params"]):
             raise ValueError(
@@ -181,7 +182,7 @@ def _saved_step(saved: Mapping[str, Any], beside: Sequence[int | None], index: i
     largest = max((count for count in beside if count is not None), default=None)
     if saved.get("step") is None:
         return largest
-    step = checked_step(saved["step"])
+    step = checked_step(saved["step"], f" in group {index}")
     if largest is None or largest in (step, round_fp32(step)):  # torch keeps it in float32
         return step
     # A reader that fills in our state dict leaves values alone that the checkpoint lacks: the

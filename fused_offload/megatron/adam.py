@@ -208,7 +208,7 @@ class MegatronAdam(FusedOffloadAdam):
         loaded = []
         for index, (saved, group) in enumerate(zip(state_dict["param_groups"], self.param_groups, strict=True)):
             rule.check_saved_group(saved, index)
-            step = checked_step(saved["step"]) if "step" in saved else None
+            step = checked_step(saved["step"], f" in group {index}") if "step" in saved else None
             loaded.append({**group, **merged_group(_without_hybrid_settings(saved), group, step, rule)})
             rule.check_group(loaded[-1])
         self.param_groups = loaded

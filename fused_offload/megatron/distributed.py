@@ -164,8 +164,8 @@ class DistributedHooks:
             groups = [dict(group) for group in state_dict["optimizer"]["param_groups"]]
             if step_per_param:  # Megatron then reads the step of every group; before the first step
                 groups = [{"step": 0, **group} for group in groups]  # TransformerEngine's groups have none
-            for group in groups:
-                checked_step(group.get("step", 0))
+            for index, group in enumerate(groups):
+                checked_step(group.get("step", 0), f" in group {index}")
             state_dict = {**state_dict, "optimizer": {**state_dict["optimizer"], "param_groups": groups}}
             self._stock["load_state_dict"](state_dict)
 

@@ -64,7 +64,7 @@ def install(
         raise ValueError(f"Invalid numerics: {numerics!r}, it should be 'ieee', 'te' or None")
     if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
         raise ModuleNotFoundError(
-            "fused_offload.megatron needs Megatron-Core: pip install 'megatron-core>=0.19.2' (Python 3.12 or newer)"
+            "fused_offload.megatron needs Megatron-Core: pip install 'megatron-core>=0.17' (Python 3.12 or newer)"
         )
     if offload is None:
         offload = OffloadConfig(window_bytes=window_bytes())

@@ -101,7 +101,7 @@ class BackwardSteps:
         self._optimizer_ref = weakref.ref(optimizer)
         self._clip_value = clip_value
         self._lock = threading.RLock()  # autograd runs one thread for each device
-        self._stand_ins: dict[int, SteppedGrad] = {}
+        self._placeholders: dict[int, SteppedGrad] = {}
         self._arrived: dict[int, torch.Tensor] = {}  # this iteration's parameters with gradient, by id
         self._waiting: dict[Hashable, _Waiting] = {}  # by device and queue
         self._settings: list[dict[str, Any]] | None = None
@@ -181,7 +181,7 @@ class BackwardSteps:
             return
         with self._lock, torch.no_grad():
             if id(param) in self._arrived:
-                param.grad = self._stand_in(param)
+                param.grad = self._placeholder(param)
                 raise RuntimeError(GONE)
             grad = like_param(param, param.grad)
             device = local_of(grad).device
@@ -190,7 +190,7 @@ class BackwardSteps:
             waiting = self._waiting.setdefault(queue, _Waiting())
             waiting.add(param, grad)
             self._arrived[id(param)] = param
-            param.grad = self._stand_in(param)  # last: an interrupt must not lose the gradient
+            param.grad = self._placeholder(param)  # last: an interrupt must not lose the gradient
             if waiting.nbytes >= PART_BYTES:
                 self._check_settings(optimizer)
                 self._clip(list(waiting.grads.values()))
@@ -207,10 +207,10 @@ class BackwardSteps:
 
     # -- helpers -------------------------------------------------------------------------------------------------
 
-    def _stand_in(self, param: torch.Tensor) -> SteppedGrad:
-        known = self._stand_ins.get(id(param))
+    def _placeholder(self, param: torch.Tensor) -> SteppedGrad:
+        known = self._placeholders.get(id(param))
         if known is None or not known.fits(param):
-            known = self._stand_ins[id(param)] = SteppedGrad(param)
+            known = self._placeholders[id(param)] = SteppedGrad(param)
         return known
 
     def _waiting_grads(self) -> dict[int, torch.Tensor]:

@@ -24,7 +24,8 @@ class Streaming(NamedTuple):
     Attributes:
         chunk_bytes: state bytes of a chunk; unused with programs.
         depth: chunks in flight; unused with programs.
-        programs: programs at most of a kernel that works on host memory itself, or None for copies through the ring.
+        programs: most programs of a kernel that works on page-locked host memory itself. None means copies through the
+            ring, any number means zero copy; `ChunkKind.max_programs` takes it over.
     """
 
     chunk_bytes: int = DEFAULT_CHUNK_BYTES

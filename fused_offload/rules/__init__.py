@@ -1,7 +1,7 @@
 """Update rules: the arithmetic of one optimizer each, behind the protocol of `base`.
 
 A rule knows elements, keys and hyperparameters. It knows nothing of chunks, streams, memory or
-checkpoint files, which belong to the engine. May import `kernels`, and nothing else of the package.
+checkpoint files, which belong to the engine. May import `kernels`, `params` and what they import.
 
 Invariants:
     - A launch of a phase gives the bits of the phase's reference.

@@ -233,24 +233,25 @@ def check_number(value: Any, what: str, *, nonnegative: bool = False) -> None:
         raise ValueError(f"Invalid {what}: {value}")
 
 
-def checked_step(step: Any) -> int:
+def checked_step(step: Any, where: str = "") -> int:
     """A step count as an int.
 
     Args:
         step: a number, or a tensor with one element.
+        where: its place, such as " in group 1", for the error.
 
     Raises:
         ValueError: unless it is a whole number from 0 to 2^31.
     """
     if isinstance(step, torch.Tensor) and has_own_memory(step) and not has_data(step):
-        raise ValueError("Invalid step: a tensor without data, it should be a whole number from 0 to 2**31")
+        raise ValueError(f"Invalid step{where}: a tensor without data, it should be a whole number from 0 to 2**31")
     try:
         count = int(step)
         whole = not isinstance(step, (str, bytes, bool)) and bool(count == step)
     except Exception:  # of whatever was given instead of a number
         count, whole = -1, False
     if not (whole and 0 <= count <= MAX_STEP):
-        raise ValueError(f"Invalid step: {shown(step)}, it should be a whole number from 0 to 2**31")
+        raise ValueError(f"Invalid step{where}: {shown(step)}, it should be a whole number from 0 to 2**31")
     return count
 
 

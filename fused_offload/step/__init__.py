@@ -3,7 +3,8 @@
 May import `stream` and what it imports.
 
 Invariants:
-    - A step that fails before its first launch changes nothing.
-    - A step that fails behind it makes the optimizer refuse to go on.
+    - A step that fails before its first change changes nothing.
+    - A step that fails after its first change makes `step` and `state_dict` raise until a state dict
+      is loaded.
     - Step counts are exact before anything reads them.
 """

@@ -28,7 +28,8 @@ class Stepper:
     Attributes:
         devices: pipelines of the devices in use.
         planner: makes plans.
-        failure: error after a step's first change, or None; with one, parameters and state are of different steps.
+        failure: reason to refuse steps and state dicts, or None. Steps and loads set it at their first change and
+            clear it when all of them are made.
     """
 
     def __init__(self, config: OffloadConfig, hooks: StateHooks, store: StateStore) -> None:

@@ -1,4 +1,16 @@
 """The pipeline of one device: copies, kernels and events in order. Streams and events live here only.
 
-May import `plan` and what it imports. The titled notes of `pipeline` are the invariants.
+May import `plan` and what it imports.
+
+Invariants, as titled notes in `pipeline` and, the last one, in `queues`:
+    - slot reuse
+    - next step reads what this one wrote
+    - window last
+    - window memory
+    - host readers synchronise
+    - lifetime
+    - half a step
+    - grads are inputs
+    - all or nothing
+    - interrupted runs
 """

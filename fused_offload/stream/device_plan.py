@@ -49,10 +49,11 @@ class DevicePlan:
         kinds: kind of each chunk.
         transfers: copies of each chunk that streams, by its index.
         in_window: index of each chunk in the window, its block, and the copies of what it writes.
-        in_host_memory: indices of chunks whose kernels work on host memory.
+        in_host_memory: indices of the zero-copy chunks, whose kernels work on host memory: those whose
+            kind has a number for `max_programs`.
         resident: indices of chunks whose state stays on the device.
         copied: bytes that the streamed chunks move.
-        mapped: bytes that kernels move which work on host memory.
+        mapped: bytes that the kernels of zero-copy chunks move.
         need: ring that the streamed chunks need, or None.
         compiled_for: arguments that the kernels were compiled for, see `Launches.compiled_for`.
     """

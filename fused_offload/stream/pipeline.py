@@ -2,6 +2,7 @@
 
 ::
 
+    before the first chunk, H2D stream: wait until earlier steps have written back what this one reads
     grads --> for chunk i, slot s = i mod depth
                 prefetch    H2D stream:     wait slot.written_back; copy slab -> slot
                 compute     current stream: wait prefetch; one kernel reads gradients, updates parameters and slot
