@@ -245,7 +245,7 @@ def test_the_last_step_is_reported_without_waiting_for_it() -> None:
 
 
 def test_too_little_memory_makes_the_window_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fused_offload.stream import pipeline
+    from fused_offload.stream import prefetch
 
     taken = []
     allocate = torch.empty
@@ -262,7 +262,7 @@ def test_too_little_memory_makes_the_window_smaller(monkeypatch: pytest.MonkeyPa
             return allocate(*arguments, **fields)
 
     expected = resident("fp32", 6)
-    monkeypatch.setattr(pipeline, "torch", Torch())
+    monkeypatch.setattr(prefetch, "torch", Torch())
     with pytest.warns(UserWarning, match="window") as caught:
         assert_same(train("fp32", window(ALL), steps=6), expected)
     assert len([warning for warning in caught if "window" in str(warning.message)]) == 1
