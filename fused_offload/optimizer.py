@@ -131,7 +131,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._warned_of_group = True  # until all groups are there
         self._attachment: AutoPrefetch | None = None
         self._backward_steps: BackwardSteps | None = None
-        self._rule().check_group(defaults)
+        rule = self._rule()
+        if len(rule.phases) != 1:
+            raise RuntimeError(
+                f"{type(self).__name__} has an update rule with {len(rule.phases)} phases; rules with one are supported"
+            )
+        rule.check_group(defaults)
         if isinstance(params, torch.nn.Module):
             raise TypeError(
                 f"params should be an iterable of parameters, but got the module {type(params).__name__}. "

@@ -20,6 +20,7 @@ from torch import nn
 import fused_offload.state.store
 import fused_offload.step.devices
 from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.rules.adam import AdamRule
 
 device = helpers.device
 
@@ -774,3 +775,9 @@ def test_graph_is_accepted_and_does_nothing() -> None:
         config = OffloadConfig(graph=True, pin=False, window_bytes=1)
     assert [warning.filename for warning in warned] == [__file__]
     assert dataclasses.replace(config) == OffloadConfig(pin=False, window_bytes=1)
+
+
+def test_a_rule_with_several_phases_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AdamRule, "phases", AdamRule.phases * 2)
+    with pytest.raises(RuntimeError, match="FusedOffloadAdam has an update rule with 2 phases"):
+        FusedOffloadAdam([torch.nn.Parameter(torch.ones(3))])

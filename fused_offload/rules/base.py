@@ -21,10 +21,10 @@ class BoundState(Protocol):
 
 
 class Phase(NamedTuple):
-    """One pass over the state of all parameters. The phases of a rule run one after the other.
+    """One pass over the state of all parameters.
 
-    A phase that reads what an earlier one wrote waits for it, also across the link. The first phase
-    writes every key that is at its initial value.
+    It writes every key that is at its initial value. Rules have one phase so far: chunks are
+    planned for the first only, so `OffloadOptimizer` refuses rules with more.
 
     Attributes:
         reads: state keys that the launch reads.
@@ -64,7 +64,7 @@ class UpdateRule(Protocol):
         settings: hyperparameters that a group of this rule has.
         foreign_settings: settings of torch's optimizer that groups here do not keep.
         numerics: name of the arithmetic that kernels are compiled for.
-        phases: passes over the state, at least one.
+        phases: passes over the state, exactly one.
     """
 
     @property
