@@ -35,7 +35,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fused_offload import FusedOffloadAdam, FusedOffloadLion, OffloadConfig
-from fused_offload.checkpoint import state_dict as checkpoint
+from fused_offload import optimizer as optimizer_module
 from fused_offload.checkpoint.torch_dcp import Wanted
 from fused_offload.model_hooks import backward_step
 
@@ -646,15 +646,15 @@ def full_state_dicts_are_loaded_through_host_memory() -> None:
     optimizer = adam(model)
     train(model, optimizer, range(1))
     asked = []
-    pack = checkpoint.pack
-    checkpoint.pack = lambda groups, state, wanted: asked.append(wanted) or pack(groups, state, wanted)
+    pack = optimizer_module.pack
+    optimizer_module.pack = lambda groups, state, wanted: asked.append(wanted) or pack(groups, state, wanted)
     try:
         optimizer.state_dict()
         full = StateDictOptions(full_state_dict=True)
         saved = get_optimizer_state_dict(model, optimizer, options=full)
         set_optimizer_state_dict(model, optimizer, saved, options=full)
     finally:
-        checkpoint.pack = pack
+        optimizer_module.pack = pack
     ordinary, to_save, to_load = asked
     assert ordinary == Wanted()
     assert to_save == Wanted(with_steps=True, gathered=True)
