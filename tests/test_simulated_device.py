@@ -32,8 +32,8 @@ from fused_offload.memory.staging_ring import StagingRing
 from fused_offload.model_hooks import backward_step
 from fused_offload.plan.window_blocks import blocks_of
 from fused_offload.step import stepper
+from fused_offload.stream import pipeline, step_upload
 from fused_offload.stream import skip_counter as skips
-from fused_offload.stream import step_upload
 from fused_offload.stream.pipeline import Pipeline
 from fused_offload.stream.prefetch import Window
 from fused_offload.stream.queues import DeviceQueues
@@ -429,13 +429,13 @@ def test_any_legal_order_gives_the_same_bits(scenario: Scenario) -> None:
 
 def test_parts_of_a_step_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     waited_for = []
-    of_streamed = WriteBacks.of_streamed
+    stream_chunks = pipeline.stream_chunks
 
-    def noted(self: WriteBacks, window: Any) -> Any:
-        waited_for.append(tuple(of_streamed(self, window)))
-        return waited_for[-1]
+    def noted(chunks: Any, slots: Any, ops: Any, previous: Any, *window: Any) -> Any:
+        waited_for.append(previous)
+        return stream_chunks(chunks, slots, ops, previous, *window)
 
-    monkeypatch.setattr(WriteBacks, "of_streamed", noted)
+    monkeypatch.setattr(pipeline, "stream_chunks", noted)
     run(in_parts, SCHEDULES[0])
     assert len(waited_for) > 3
     assert len(set(waited_for)) == 3  # one for each step: what was written before its first part
