@@ -124,6 +124,8 @@ def compile_and_load(kernel: Any, arguments: Mapping[str, Any]) -> None:
         kernel: a `triton.jit` function.
         arguments: arguments of the launch.
     """
+    if not hasattr(kernel, "warmup"):  # interpreted by Triton 3.4: there is nothing to compile
+        return
     _ensure_writable_cache()
     compiled = kernel.warmup(**arguments, grid=(1,))
     load = getattr(compiled, "_init_handles", None)  # Triton has no other name for it; interpreted, nothing is loaded
