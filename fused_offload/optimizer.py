@@ -116,12 +116,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.use_decoupled_grad = use_decoupled_grad
         self.offload = offload
         self.defaults = defaults
+        rule = self._rule()
         self._hooks = StateHooks(
             self._wait_for_state,
             self._write_group_step,
             self._initialize_entry,
             self._forget_entries,
-            self._rule().nonnegative,
+            rule.nonnegative,
         )
         self._store = StateStore(offload, self._hooks, self._formats_of)
         self._stepper = Stepper(offload, self._hooks, self._store)
@@ -131,7 +132,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._warned_of_group = True  # until all groups are there
         self._attachment: AutoPrefetch | None = None
         self._backward_steps: BackwardSteps | None = None
-        rule = self._rule()
         if len(rule.phases) != 1:
             raise RuntimeError(
                 f"{type(self).__name__} has an update rule with {len(rule.phases)} phases; rules with one are supported"

@@ -15,7 +15,7 @@ from fused_offload.kernels.formats import Format, Stored
 
 from .adam_arguments import check_group_options, check_hyperparameters, check_numerics, moment_formats
 from .adam_groups import SETTINGS, TORCH_SETTINGS, catch_up_factors, check_saved_group, decay_is_unknown, torch_group
-from .arguments import standing_average
+from .arguments import lr_on, readable_lr, standing_average
 from .base import MASTER_PARAM, Phase
 
 
@@ -129,11 +129,8 @@ class AdamRule:
 
     def step_values(self, group: Mapping[str, Any], step: int) -> AdamScalars:
         """Hyperparameters in float32."""
-        lr = group["lr"]
-        if isinstance(lr, torch.Tensor) and lr.device.type == "cpu":
-            lr = lr.item()  # the kernel can only read a tensor on the parameters' device
         return adam_scalars(
-            lr=lr,
+            lr=readable_lr(group["lr"]),
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
@@ -153,8 +150,7 @@ class AdamRule:
 
     def values_on(self, values: AdamScalars, device: torch.device) -> AdamScalars:
         """A learning rate tensor of another device is copied."""
-        lr = values.lr
-        return values._replace(lr=lr.to(device, non_blocking=True)) if isinstance(lr, torch.Tensor) else values
+        return values._replace(lr=lr_on(values.lr, device))
 
     def compiled_values(self, values: AdamScalars) -> tuple[Any, ...]:
         """Kind of weight decay, and dtype of a learning rate tensor."""

@@ -262,3 +262,13 @@ def _number(value: Any, what: str, wanted: str = "a number") -> float:
         return float(value)
     except OverflowError:
         return math.inf
+
+
+def readable_lr(lr: float | torch.Tensor) -> float | torch.Tensor:
+    """A learning rate as a kernel takes it: it reads tensors on the parameters' device only."""
+    return lr.item() if isinstance(lr, torch.Tensor) and lr.device.type == "cpu" else lr
+
+
+def lr_on(lr: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
+    """A learning rate whose tensor, if it is one, is on ``device``; nothing waits."""
+    return lr.to(device, non_blocking=True) if isinstance(lr, torch.Tensor) else lr

@@ -20,6 +20,8 @@ from .arguments import (
     check_learning_rate,
     check_number,
     checked_step,
+    lr_on,
+    readable_lr,
     refuse_options,
     rounded_format,
     standing_average,
@@ -133,11 +135,8 @@ class LionRule:
 
     def step_values(self, group: Mapping[str, Any], step: int) -> LionScalars:
         """Hyperparameters in float32."""
-        lr = group["lr"]
-        if isinstance(lr, torch.Tensor) and lr.device.type == "cpu":
-            lr = lr.item()  # the kernel can only read a tensor on the parameters' device
         return lion_scalars(
-            lr=lr,
+            lr=readable_lr(group["lr"]),
             betas=group["betas"],
             weight_decay=group["weight_decay"],
             step=step,
@@ -150,8 +149,7 @@ class LionRule:
 
     def values_on(self, values: LionScalars, device: torch.device) -> LionScalars:
         """A learning rate tensor of another device is copied."""
-        lr = values.lr
-        return values._replace(lr=lr.to(device, non_blocking=True)) if isinstance(lr, torch.Tensor) else values
+        return values._replace(lr=lr_on(values.lr, device))
 
     def compiled_values(self, values: LionScalars) -> tuple[Any, ...]:
         """Dtype of a learning rate tensor."""
