@@ -1,4 +1,4 @@
-"""Trains all parameters of a decoder of 13 billion on one GPU.
+r"""Trains all parameters of a decoder of 13 billion on one GPU.
 
 Tokens a second, memory, and what the step adds.
 
@@ -6,6 +6,8 @@ Tokens a second, memory, and what the step adds.
     python bench/large_model.py --results FILE.json --window-bytes auto
     python bench/large_model.py --results FILE.json --in-backward            # gradients applied as they come
     python bench/large_model.py --results FILE.json --find-largest --in-backward --moments uint8
+    python bench/large_model.py --results FILE.json --params 8.1e9 --width 4096 --vocab 128256 \
+        --batch 1 --in-backward --gpu-memory 24                              # a card of 24 GB
     python bench/large_model.py --tiny --device cpu                          # seconds, says nothing
 
 Random weights in bfloat16, made on the GPU; real text (sources of the machine's Python packages, as
@@ -56,6 +58,8 @@ HOST_RESERVE_BYTES = 6 * 10**9
 """Host memory that the search for the largest model leaves to Python, CUDA and the system."""
 GPU_RESERVE_BYTES = 10**9
 """GPU memory that it leaves to the allocator's rounding."""
+LIBRARY_BYTES = 3 * 10**8
+"""GPU memory that kernels of libraries take when they are loaded, beside what torch allocates."""
 PEAK_LR = 1e-4
 WARM_UP = 2000
 """Iterations of linear warm-up.
@@ -180,6 +184,15 @@ def limits(options: argparse.Namespace) -> tuple[int, int]:
     return gpu_bytes, host_bytes
 
 
+def limit_allocator(gpu_bytes: int, device: torch.device) -> None:
+    """Keeps torch, the CUDA context and loaded kernels together below a number of bytes."""
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = gpu_bytes - (total - free) - LIBRARY_BYTES
+    if allowed <= 0:
+        raise SystemExit(f"--gpu-memory {gpu_bytes / 1e9:g}: {(total - free) / 1e9:.1f} GB are in use already")
+    torch.cuda.set_per_process_memory_fraction(allowed / total, device)
+
+
 class Iteration(NamedTuple):
     """One iteration.
 
@@ -302,12 +315,15 @@ def case_records(options: argparse.Namespace) -> Iterator[Record]:
     device = torch.device(options.device)
     make_current(device)
     gpu_bytes, host_bytes = limits(options)
+    if options.gpu_memory is not None and device.type == "cuda":
+        limit_allocator(gpu_bytes, device)
     predicted = predict(options, gpu_bytes, host_bytes)
     names = ("layers", "width", "vocab", "length", "batch", "microbatches", "window_bytes", "in_backward", "moments")
     record: Record = {
         "param_numel": param_numel(options.layers, options),
         **{name: getattr(options, name) for name in names},
         "tokens": options.batch * options.length * options.microbatches,
+        "gpu_limit_bytes": None if options.gpu_memory is None else gpu_bytes,
         "machine": machine_facts(),
         "predicted": predicted,
     }
@@ -413,7 +429,9 @@ def name_of(options: argparse.Namespace) -> str:
     """Name of a case."""
     way = "in-backward" if options.in_backward else f"window-{options.window_bytes}"
     numel = param_numel(options.layers, options)
-    return f"{numel / 1e9:.3g}B-{options.moments}-{way}"
+    limit = "" if options.gpu_memory is None else f"-in-{options.gpu_memory:g}GB"
+    length = f"-{options.batch * options.length * options.microbatches}-tokens"
+    return f"{numel / 1e9:.3g}B-{options.moments}-{way}{limit}{length}"
 
 
 def in_words(record: Record) -> str:
@@ -545,7 +563,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--attempts", type=int, default=4, help="of --find-largest")
     parser.add_argument("--search-seconds", type=float, default=540, help="for all attempts; default: %(default)g")
     parser.add_argument("--seconds", type=float, default=130, help="for a case, about; default: %(default)g")
-    parser.add_argument("--gpu-memory", type=float, metavar="GB", help="default: what is free")
+    parser.add_argument("--gpu-memory", type=float, metavar="GB", help="limit, all included; default: none")
     parser.add_argument("--host-memory", type=float, metavar="GB", help="default: what is free")
     parser.add_argument("--text-bytes", type=int, default=TEXT_BYTES, help="text that is read")
     parser.add_argument("--device", default="cuda")

@@ -133,21 +133,36 @@ def _loop_lines(record: Record, cases: dict[str, Record]) -> Iterator[str]:
         yield from ("", f"**Failed: {name}**: {reason}")
 
 
+PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
+"""Dense bfloat16 operations of the data sheets, in TFLOP/s, by the name that the driver gives."""
+
+
+def model_tflops(case: Record) -> tuple[float, float]:
+    """TFLOP/s of forward and backward passes, and those with the second forward pass of each block."""
+    forward = 2 * case["param_numel"] * case["tokens_per_s"] / 1e12
+    return 3 * forward, 4 * forward
+
+
 def _large_lines(record: Record) -> Iterator[str]:
     """Cases of `large_model.py`, and where its search for the largest model ended."""
     header = (
-        *("case", "parameters", "tokens an iteration", "tokens/s", "passes, ms", "step adds, ms", "planned at least"),
+        *("case", "parameters", "tokens an iteration", "tokens/s", "TFLOP/s", "with recomputation", "of peak"),
+        *("passes, ms", "step adds, ms", "planned at least"),
         *("step alone, ms", "planned", "/ copies alone", "host GB", "planned", "peak GPU GB", "loss, first to last"),
     )
 
     def line(name: str, case: Record) -> tuple[str, ...]:
         planned, losses = case["predicted"], [one["loss"] for one in case["iterations"]]
         alone_ms = case.get("alone_ms")
+        tflops, recomputed = model_tflops(case)
         return (
             name,
             f"{case['param_numel']:,}",
             f"{case['tokens']:,}",
             number(case["tokens_per_s"]),
+            number(tflops),
+            number(recomputed),
+            "" if peak is None else f"{tflops / peak:.0%}, {recomputed / peak:.0%}",
             number(case["passes_ms"], 4),
             number(case["exposed_step_ms"], 4),
             number(planned["predicted"]["exposed_ms_at_least"], 4),
@@ -160,8 +175,14 @@ def _large_lines(record: Record) -> Iterator[str]:
             f"{losses[0]:.2f} to {losses[-1]:.2f}",
         )
 
+    peak = PEAK_TFLOPS.get((record["machine"]["gpu"] or {}).get("name"))
     trained = {name: case for name, case in record["large"].items() if "tokens_per_s" in case}
     yield from markdown(header, (line(name, case) for name, case in trained.items()))
+    yield ""
+    yield (
+        "TFLOP/s count 6 operations for each parameter and token, with recomputation 8: blocks are computed twice in "
+        "the forward direction. Attention's own products are not counted. The peak is that of dense bfloat16, 989."
+    )
     for name, case in record["large"].items():
         if case.get("failed"):
             yield from ("", f"**Failed: {name}**: {case['failed']}")
