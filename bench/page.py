@@ -12,12 +12,12 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 _HERE = Path(__file__).resolve().parent
 if str(_HERE) not in sys.path:
     sys.path.append(str(_HERE))
 
+import plots  # noqa: E402
 from quality_table import quality_lines  # noqa: E402
 from table import Column, Record, machine_lines, markdown, number, plain_table, report  # noqa: E402
 
@@ -35,9 +35,6 @@ differs from run to run, so each file measures its own baselines.
 """
 
 _WIDTH = 100
-
-_FORMATS = ("12B", "10B", "6B")
-_KINDS = ("plain-duplex", "copies-only", "whole-step")
 
 
 class Results:
@@ -65,6 +62,30 @@ class Results:
     def is_smoke(self) -> bool:
         """True if its numbers say nothing about speed."""
         return bool(self.record.get("scale", {}).get("smoke"))
+
+    @property
+    def subject(self) -> str:
+        """What was measured."""
+        record = self.record
+        if "rows" in record:
+            suites = {row["name"].partition("/")[0]: None for row in record["rows"]}
+            return f"benchmark suite ({', '.join(suites)})"
+        if "profile" in record:
+            return "fused-offload tune"
+        if "large" in record:
+            return "large models on one GPU"
+        if "together" in record:
+            return "several GPUs of one host"
+        if "runs" in record:
+            return "held-out loss by stored format"
+        return "training loop" if self.loop else "training in Megatron-Core"
+
+    @property
+    def gpu(self) -> str:
+        """Name of the GPU."""
+        if "profile" in self.record:
+            return str(self._profile()["key"]["gpu"])
+        return str((self.record["machine"]["gpu"] or {}).get("name", "no GPU"))
 
     @property
     def rows(self) -> dict[str, Record]:
@@ -111,6 +132,7 @@ class Results:
 
 
 _LOOP_COLUMNS = (
+    Column("optimizer", lambda case: plots.people_name(case["name"])),
     Column("case", lambda case: case["name"]),
     Column("microbatches", lambda case: str(case["microbatches"])),
     Column("iteration, ms", lambda case: number(case["iteration_ms"], 4)),
@@ -120,7 +142,7 @@ _LOOP_COLUMNS = (
     Column("added, ms", lambda case: number(case.get("added_ms")) if case.get("host_bytes") else ""),
     Column("step alone, ms", lambda case: number(case.get("step_alone_ms"))),
     Column("host GB", lambda case: number(case["host_bytes"] / 1e9) if case.get("host_bytes") else ""),
-    Column("peak GPU GB", lambda case: number(case["peak_bytes"] / 1e9) if "peak_bytes" in case else ""),
+    Column("peak GPU GB", lambda case: number(plots.peak_gb(case)) if "peak_bytes" in case else ""),
     Column("note", lambda case: str(case.get("note", ""))),
 )
 
@@ -293,108 +315,11 @@ def _tuning_lines(record: Record) -> Iterator[str]:
 # -- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _has_steps(results: Results, *kinds: str) -> bool:
-    """Tells whether there are rows of these kinds for each stored format."""
-    return all(f"step/{format}/{kind}" in results.rows for format in _FORMATS for kind in kinds)
-
-
-def draw_steps(axis: Any, results: Results) -> None:
-    """Whole steps beside what they are compared with, by stored format."""
-    for offset, kind in enumerate(_KINDS):
-        rows = [results.rows[f"step/{format}/{kind}"] for format in _FORMATS]
-        middle = [row["median_ms"] for row in rows]
-        spread = [
-            [row["median_ms"] - row["min_ms"] for row in rows],
-            [row["max_ms"] - row["median_ms"] for row in rows],
-        ]
-        axis.bar([i + 0.27 * (offset - 1) for i in range(len(_FORMATS))], middle, 0.25, yerr=spread, label=kind)
-    axis.set_xticks(range(len(_FORMATS)), [f"{format[:-1]} bytes a parameter" for format in _FORMATS])
-    axis.set(ylabel="ms", title="A step of a billion parameters: medians, shortest and longest")
-    axis.legend()
-
-
-def draw_peers(axis: Any, results: Results) -> None:
-    """The same step by others, and ours from the same file."""
-    rows = {name.partition("/")[2]: row for name, row in results.rows.items() if name.startswith("peers/")}
-    for format in _FORMATS:
-        rows[f"FusedOffloadAdam, {format}"] = results.rows[f"step/{format}/whole-step"]
-    _draw_optimizers(axis, [(name, row["median_ms"], row["note"]) for name, row in rows.items()])
-    axis.set(xlabel="ms", title="A step of a billion parameters, from gradients to final parameters")
-
-
-def _draw_optimizers(axis: Any, bars: list[tuple[str, float, str]]) -> None:
-    """Bars by name, time and note, coloured by whose they are and where their state is."""
-    kinds = {"ours": "tab:orange", "others, state on the host": "tab:blue", "state on the GPU": "tab:gray"}
-    ordered = sorted(bars, key=lambda bar: -bar[1])
-    for kind, colour in kinds.items():
-        shown = [(place, ms) for place, (name, ms, note) in enumerate(ordered) if _kind(name, note) == kind]
-        axis.barh([place for place, _ in shown], [ms for _, ms in shown], color=colour, label=kind)
-    axis.set_yticks(range(len(ordered)), [name for name, _, _ in ordered])
-    axis.legend()
-
-
-def _kind(name: str, note: str) -> str:
-    if "on the GPU" in note or "resident" in name:
-        return "state on the GPU"
-    return "ours" if name.startswith("FusedOffload") else "others, state on the host"
-
-
-def _added_ms(results: Results) -> dict[str, float]:
-    """Time that each case with state on the host adds to the one without, if that ran, too."""
-    return {
-        name: case["added_ms"] for name, case in results.loop.items() if case.get("host_bytes") and "added_ms" in case
-    }
-
-
-def draw_loop(axis: Any, results: Results) -> None:
-    """Time that the optimizer adds to an iteration, by window."""
-    added_ms = _added_ms(results)
-    axis.barh(list(added_ms), list(added_ms.values()))
-    axis.invert_yaxis()
-    axis.set(xlabel="ms", title="Added to an iteration with all state on the GPU")
-
-
-_TRAINED = (
-    "resident-12B-4",
-    "stream-12B-4",
-    "window-12B-4",
-    "resident-6B-4",
-    "stream-6B-4",
-    "window-6B-4",
-    "auto-6B-4",
-)
-
-
-def draw_training(axis: Any, results: Results) -> None:
-    """Time that our optimizer and others add to an iteration without one."""
-    compared = {name: case for name, case in results.loop.items() if "over_none_ms" in case}
-    shown = {name: compared[name] for name in _TRAINED if name in compared}
-    shown |= {name: case for name, case in compared.items() if case.get("note")}
-    bars = []
-    for name, case in shown.items():
-        note = case.get("note", "")
-        label = name.removesuffix("-4") if note else f"FusedOffloadAdam, {name[:-2]}"
-        bars.append((label, case["over_none_ms"], note))
-    _draw_optimizers(axis, bars)
-    axis.set(xlabel="ms", title="Added to an iteration without optimizer, 4 microbatches")
-
-
-_PICTURES = {
-    "step": (draw_steps, lambda results: _has_steps(results, *_KINDS)),
-    "peers": (
-        draw_peers,
-        lambda results: "peers/torch-fused-cpu" in results.rows and _has_steps(results, "whole-step"),
-    ),
-    "loop": (draw_loop, lambda results: "window-6B-8" in _added_ms(results)),
-    "training": (draw_training, lambda results: {"torch-fused-resident-4", "none-4"} <= results.loop.keys()),
-}
-
-
 def pictured(everything: list[Results]) -> dict[str, Results]:
     """The newest file for each picture."""
     found = {}
-    for name, (_, has) in _PICTURES.items():
-        with_it = [results for results in everything if has(results) and not results.is_smoke]
+    for name, picture in plots.PICTURES.items():
+        with_it = [results for results in everything if not results.is_smoke and picture.has(results.record)]
         if with_it:
             found[name] = with_it[0]
     return found
@@ -403,15 +328,130 @@ def pictured(everything: list[Results]) -> dict[str, Results]:
 def draw_all(everything: list[Results]) -> None:
     """Writes the pictures."""
     try:
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401
     except ImportError as error:
         print(f"the pictures stay as they are, since matplotlib is missing ({error})", file=sys.stderr)
         return
     IMAGES.mkdir(exist_ok=True)
     for name, results in pictured(everything).items():
-        figure = Figure(figsize=(8, 4), layout="constrained")
-        _PICTURES[name][0](figure.subplots(), results)
-        figure.savefig(IMAGES / f"{name}.png", dpi=100)
+        plots.draw(name, results.record, IMAGES / f"{name}.png")
+
+
+# -- the summary ------------------------------------------------------------------------------------------------------
+
+
+def summary(everything: list[Results]) -> Iterator[str]:
+    """What the results say, in a line each; the newest file with all that a line needs."""
+    found = pictured(everything)
+    if "step" in found:
+        yield _step_summary(found["step"])
+    if "peers" in found:
+        yield from _peers_summary(found["peers"])
+    if "training" in found:
+        yield from _loop_summary(found["training"])
+    if "window" in found:
+        yield _window_summary(found["window"])
+    shown: set[str] = set()  # of several runs of a case, the newest
+    for results in everything:
+        for name, case in results.record.get("large", {}).items():
+            if name not in shown and _is_training(case):
+                yield _large_summary(results, case)
+                shown.add(name)
+    for results in everything:
+        if {"hybrid", "offload-12B", "resident-12B"} <= results.record.get("cases", {}).keys():
+            yield _megatron_summary(results)
+            break
+
+
+def _see(results: Results) -> str:
+    return f"[{results.path.stem}](#{results.path.stem.lower()})"
+
+
+def _ms(results: Results, name: str) -> str:
+    return number(results.rows[name]["median_ms"])
+
+
+def _step_summary(results: Results) -> str:
+    formats = [one for one in ("12B", "10B", "6B", "4B") if f"step/{one}/whole-step" in results.rows]
+    steps = [_ms(results, f"step/{one}/whole-step") for one in formats]
+    copies = [_ms(results, f"step/{one}/plain-duplex") for one in formats]
+    widths = [{"4B": "4.06"}.get(one, one[:-1]) for one in formats]
+    return (
+        f"**A step** of a billion parameters with {_listed(widths)} bytes of state each takes {_listed(steps)} ms, "
+        f"where plain copies of the same bytes take {_listed(copies)} ms ({_see(results)})."
+    )
+
+
+def _peers_summary(results: Results) -> Iterator[str]:
+    names = ("torchao-cpu-offload", "deepspeed-cpu-adam", "megatron-hybrid")
+    if all(f"peers/{name}" in results.rows for name in (*names, "te-fused-adam-12B")):
+        others = "; ".join(f"{plots.people_name(name)}: {_ms(results, f'peers/{name}')} ms" for name in names)
+        yield (
+            f"**The same step by others** with state on the host: {others}. TransformerEngine's FusedAdam on the GPU "
+            f"takes {_ms(results, 'peers/te-fused-adam-12B')} ms ({_see(results)})."
+        )
+
+
+def _loop_summary(results: Results) -> Iterator[str]:
+    cases = results.loop
+
+    def added(name: str) -> str:
+        return f"{cases[name]['over_none_ms']:.0f} ms"
+
+    def peak(name: str) -> str:
+        return f"{plots.peak_gb(cases[name]):.1f} GB"
+
+    names = ("auto-6B-4", "stream-6B-4", "te-fused-adam-6B-4", "torchao-cpu-offload-4", "megatron-hybrid-overlap-4")
+    if all(name in cases for name in names):
+        yield (
+            f"**In a training loop** of {cases['none-4']['iteration_ms']:.0f} ms an iteration, a step with 6 bytes a "
+            f"parameter adds {added('auto-6B-4')} with a window in freed memory and {added('stream-6B-4')} without, at "
+            f"a peak of {peak('auto-6B-4')}. TransformerEngine's FusedAdam adds {added('te-fused-adam-6B-4')} at "
+            f"{peak('te-fused-adam-6B-4')}, torchao {added('torchao-cpu-offload-4')}, Megatron's "
+            f"HybridDeviceOptimizer {added('megatron-hybrid-overlap-4')} ({_see(results)})."
+        )
+
+
+def _window_summary(results: Results) -> str:
+    four, eight = (results.loop[f"window-6B-{count}"]["added_ms"] for count in (4, 8))
+    return (
+        f"**With GPU memory for the whole window** the same step adds {four:.0f} ms to an iteration of 4 microbatches "
+        f"and {eight:.0f} ms to one of 8 ({_see(results)})."
+    )
+
+
+def _is_training(case: Record) -> bool:
+    """Tells whether a case of `large_model.py` trained for more than a few iterations."""
+    return "tokens_per_s" in case and not case.get("failed") and len(case["iterations"]) > 3
+
+
+def _large_summary(results: Results, case: Record) -> str:
+    peak = PEAK_TFLOPS.get(results.gpu)
+    tflops, recomputed = model_tflops(case)
+    share = "" if peak is None else f" ({tflops / peak:.0%} and {recomputed / peak:.0%} of the peak)"
+    losses = [one["loss"] for one in case["iterations"]]
+    within = f" within {case['gpu_limit_bytes'] / 1e9:.0f} GB" if case.get("gpu_limit_bytes") else ""
+    clipping = "no clipping by norm, gradients applied in backward" if case["in_backward"] else "clipping by norm"
+    return (
+        f"**{case['param_numel'] / 1e9:.1f} billion parameters on one GPU{within}**: {case['tokens_per_s']:,.0f} "
+        f"tokens/s at {case['tokens']:,} tokens a step; {tflops:.0f} TFLOP/s, {recomputed:.0f} with recomputation"
+        f"{share}; at most {case['peak_bytes'] / 1e9:.1f} GB of the GPU and {case['host_bytes'] / 1e9:.1f} GB of the "
+        f"host; {clipping}; loss {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} iterations ({_see(results)})."
+    )
+
+
+def _megatron_summary(results: Results) -> str:
+    ours, hybrid, resident = (results.record["cases"][name][0] for name in ("offload-12B", "hybrid", "resident-12B"))
+    return (
+        f"**In Megatron-Core**, {ours['param_numel'] / 1e9:.2f} billion parameters, 12 bytes: the step takes "
+        f"{ours['median_step_ms']:.0f} ms at a peak of {max(ours['peak_bytes']) / 1e9:.1f} GB. HybridDeviceOptimizer "
+        f"takes {hybrid['median_step_ms']:,.0f} ms, and state on the GPU {resident['median_step_ms']:.0f} ms at "
+        f"{max(resident['peak_bytes']) / 1e9:.1f} GB ({_see(results)})."
+    )
+
+
+def _listed(texts: list[str]) -> str:
+    return f"{', '.join(texts[:-1])} and {texts[-1]}"
 
 
 # -- the page --------------------------------------------------------------------------------------------------------
@@ -419,9 +459,19 @@ def draw_all(everything: list[Results]) -> None:
 
 def page(everything: list[Results]) -> str:
     """The whole page."""
-    lines = [_HEAD.rstrip()]
+    lines = [_HEAD.rstrip(), "", "## In short", ""]
+    lines += [f"- {line}" for line in summary(everything)]
+    lines += ["", "## Contents", ""]
+    lines += [f"- {_see(results)}: {results.subject}, {results.gpu}" for results in everything]
+    lines += ["", "## Pictures"]
     for name, results in pictured(everything).items():
-        lines += ["", f"![{name}, from {results.path.name}](images/{name}.png)"]
+        title = plots.PICTURES[name].title
+        lines += [
+            "",
+            f"![{title}](images/{name}.png)",
+            "",
+            f"{title}. {plots.caption(results.record)}; {_see(results)}.",
+        ]
     for results in everything:
         lines += results.lines()
     return "\n".join(map(_wrapped, lines)) + "\n"
@@ -434,7 +484,8 @@ def _wrapped(line: str) -> str:
     """
     if len(line) <= _WIDTH or line.startswith(("|", "#", "![")) or "\n" in line:
         return line
-    return textwrap.fill(line, _WIDTH, break_long_words=False, break_on_hyphens=False)
+    indent = "  " if line.startswith("- ") else ""
+    return textwrap.fill(line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def main() -> int:

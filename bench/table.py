@@ -15,6 +15,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+_HERE = Path(__file__).resolve().parent
+if str(_HERE) not in sys.path:
+    sys.path.append(str(_HERE))
+
+from plots import people_name  # noqa: E402
+
 Record = dict[str, Any]  # a row of the file; rows.py says what is in it
 
 
@@ -68,7 +74,12 @@ def _ratio(key: str) -> Callable[[Record], str]:
     return lambda row: "" if row[key] is None else f"{row[key]:.3f}"
 
 
+def _optimizer(row: Record) -> str:
+    return people_name(row["name"]) if row["name"].startswith("peers/") else ""
+
+
 COLUMNS = (
+    Column("optimizer", _optimizer),
     Column("case", _case),
     Column("parameters", lambda row: "" if row["numel"] is None else f"{row['numel']:,}"),
     Column("ms", _milliseconds),

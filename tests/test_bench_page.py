@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -202,8 +203,13 @@ def loop(**cases: dict[str, Any]) -> dict[str, Any]:
     return {**{key: changed(1.0)[key] for key in ("machine", "scale")}, "cases": filled, "skipped": {}, "failed": {}}
 
 
-ADDED = {"host_bytes": 8, "added_ms": 20.0}
-PEER = {"note": "state on the GPU"}
+def window_cases(*left_out: str) -> dict[str, dict[str, Any]]:
+    cases = {f"{name}-6B-{n}": ADDED for name in ("resident", "stream", "auto", "window") for n in (4, 8)}
+    return {name: case for name, case in cases.items() if name not in left_out}
+
+
+ADDED = {"host_bytes": 8, "added_ms": 20.0, "peak_bytes": 10**9}
+PEER = {"note": "state on the GPU", "over_none_ms": 9.0, "peak_bytes": 10**9}
 
 
 @pytest.mark.parametrize(
@@ -214,23 +220,64 @@ PEER = {"note": "state on the GPU"}
         (without("plain-duplex"), {"peers"}),
         (without("6B/whole-step"), set()),
         (without("peers/torch-fused-cpu"), {"step"}),
-        (loop(**{"window-6B-8": ADDED, "window-10B-8": {"host_bytes": 8}}), {"loop"}),
-        (loop(**{"window-6B-8": {"host_bytes": 8}}), set()),
-        (
-            loop(**{"none-4": {}, "torch-fused-resident-4": {**PEER, "over_none_ms": 9.0}, "other-4": PEER}),
-            {"training"},
-        ),
+        (loop(**window_cases()), {"window"}),
+        (loop(**window_cases("auto-6B-8")), set()),
+        (loop(**{"none-4": {}, "torch-fused-resident-4": PEER}), {"training"}),
+        (loop(**{"none-4": {}}), set()),
     ],
 )
 def test_pictures_are_drawn_of_what_has_all_that_they_show(
     record: dict[str, Any], pictures: set[str], tmp_path: Path
 ) -> None:
-    page = load("page")
+    page, plots = load("page"), load("plots")
     found = page.pictured([results_of(page, tmp_path, record)])
     assert found.keys() == pictures
     for name, results in found.items():
-        page._PICTURES[name][0](MagicMock(), results)
-    assert page.page([results_of(page, tmp_path, record)])
+        plots.PICTURES[name].draw(MagicMock(), results.record)
+    text = page.page([results_of(page, tmp_path, record)])
+    assert "[results](#results)" in text  # in the table of contents
+
+
+def test_pictures_name_optimizers_as_people_do(tmp_path: Path) -> None:
+    page, plots = load("page"), load("plots")
+    everything = [page.Results(path) for path in (ROOT / "bench" / "results").glob("*.json")]
+    names = {case for results in everything for case in results.loop} | {
+        row for results in everything for row in results.rows if row.startswith("peers/") or row.endswith("whole-step")
+    }
+    narrow = {"step/6B-fp16/whole-step", "step/6B-stochastic/whole-step"}
+    assert {name for name in names - narrow if not plots.people_name(name)} == set()
+    axis = MagicMock()
+    record = json.loads(WHOLE.with_name("h100-2026-11-28-loop-peers.json").read_text())
+    plots.draw_added(axis, record)
+    labels = [call.args[0] for call in axis.annotate.call_args_list]
+    assert "TE FusedAdam, on the GPU, 12 bytes: 12 ms" in labels
+    assert "this project, 12 bytes a parameter: 347 ms" in labels
+    assert not [label for label in labels if re.search(r"\b\d+B\b", label)]  # would be read as billions
+
+
+def test_labels_of_near_points_stand_apart() -> None:
+    heights = load("plots").label_heights([540.0, 466.0, 1344.0])
+    assert heights[1:] == [466.0, 1344.0]
+    assert heights[0] > 540.0
+
+
+def test_what_another_case_left_behind_is_no_memory_of_a_case() -> None:
+    assert load("plots").peak_gb({"peak_bytes": 7 * 10**9, "foreign_bytes": 2 * 10**9}) == 5.0
+
+
+def test_the_summary_says_what_the_results_say() -> None:
+    page = load("page")
+    everything = [page.Results(path) for path in sorted((ROOT / "bench" / "results").glob("*.json"))]
+    lines = list(page.summary(sorted(everything, key=lambda results: results.date, reverse=True)))
+    text = "\n".join(lines)
+    assert len(lines) <= 10
+    for words in (
+        "takes 264, 223, 139 and 96.0 ms",
+        "13.1 billion parameters on one GPU",
+        "HybridDeviceOptimizer takes",
+    ):
+        assert words in text
+    assert text.count("13.1 billion parameters on one GPU**: 4,") == 1  # of three runs the newest
 
 
 def test_a_case_of_megatron_that_failed_has_no_line(tmp_path: Path) -> None:
