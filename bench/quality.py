@@ -86,7 +86,7 @@ class Text(NamedTuple):
 
 def read_text(size: Size) -> Text:
     """Tokens of all packages' sources; one file in 16, by a hash of its content, is held out."""
-    folders = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")]
+    folders = [sysconfig.get_path("stdlib"), Path(torch.__file__).parents[1]]
     files: dict[bytes, bytes] = {}  # by hash: packages carry copies of each other
     total = 0
     for path in sorted({path for folder in folders for path in Path(folder).rglob("*.py") if path.is_file()}):

@@ -179,7 +179,8 @@ def check(model: Model, optimizer: FusedOffloadAdam, load: Callable[[], Any], *,
     """
     before, groups = snapshot(optimizer), optimizer.param_groups
     try:
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             load()
     except Exception as error:
         assert_refused(error, foreign=foreign)
