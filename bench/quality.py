@@ -83,6 +83,11 @@ class Text(NamedTuple):
     train: torch.Tensor
     held_out: torch.Tensor
 
+    @property
+    def digest(self) -> str:
+        """Hash of the held-out tokens; runs on different texts do not compare."""
+        return hashlib.sha256(self.held_out.cpu().numpy().tobytes()).hexdigest()[:16]
+
 
 def read_text(size: Size) -> Text:
     """Tokens of all packages' sources; one file in 16, by a hash of its content, is held out."""
@@ -162,6 +167,7 @@ class Run:
         eps: added to the denominator.
         lr: largest learning rate.
         size: model, text and length.
+        text: `Text.digest`.
         held_out: loss, in nats a token.
         losses: mean training loss of each tenth of the run.
         state_bytes: of a parameter.
@@ -174,6 +180,7 @@ class Run:
     eps: float
     lr: float
     size: dict[str, int]
+    text: str
     held_out: float
     losses: list[float]
     state_bytes: float
@@ -257,6 +264,7 @@ class Training:
             eps=options.eps,
             lr=options.lr,
             size=asdict(size),
+            text=self.text.digest,
             held_out=held_out_loss(self.model, self.text, size),
             losses=tenths,
             state_bytes=sum(report.resident_bytes.values()) / report.param_numel,
@@ -298,6 +306,8 @@ def main() -> None:
         text = read_text(size)
         took = time.perf_counter() - began
         print(f"{len(text.train):,} tokens to train on, {len(text.held_out):,} held out, {took:.0f} s", flush=True)
+        if any(run["text"] != text.digest for run in record["runs"]):
+            parser.error(f"{options.results} has runs on another text; write to another file")
         training = Training(text, size, options)
     for case in cases:
         run = training.run(case)
