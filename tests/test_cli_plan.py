@@ -495,6 +495,54 @@ def test_the_table_says_what_is_predicted_from_what(capsys: pytest.CaptureFixtur
     assert "an assumption" not in out
 
 
+PLAN_13B = ("--params", "13B", "--master", "remainder", "--moments", "bf16", "--other-gpu", "15")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "answer"),
+    [
+        (
+            (*PLAN_13B, "--gpu-memory", "80", "--host-memory", "128GiB"),
+            "Fits: 67 of 80 GB on the GPU, 78 of 137 GB on the host; a step takes about 1.7 s.",
+        ),
+        (
+            (*PLAN_13B, "--gpu-memory", "67.1", "--host-memory", "79"),
+            "Does not fit: 67.2 of 67.1 GB on the GPU, 78 of 79 GB on the host; a step takes about 1.7 s.",
+        ),
+        (PLAN_13B, "Takes 67 GB on the GPU, 78 GB on the host; a step takes about 1.7 s."),
+        (
+            (*PLAN_13B, "--window-bytes", "auto", "--host-memory", "100"),
+            "Fits: 67 GB on the GPU, 78 of 100 GB on the host; a step takes about 1.7 s and adds at least 1.3 s to an "
+            "iteration.",
+        ),
+        (
+            ("--params", "1e9", "--step-in-backward"),
+            "Takes 2.2 GB on the GPU, 12 GB on the host; a step takes about 255 ms, which may all run under forward "
+            "and backward passes.",
+        ),
+        (
+            ("--params", "1e6", "--fraction", "0", "--gpu-memory", "16"),
+            "Fits: 0.02 of 16 GB on the GPU, 0 GB on the host; a step moves nothing.",
+        ),
+    ],
+)
+def test_the_plan_begins_with_a_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], answer: str
+) -> None:
+    assert plan(capsys, *arguments)["answer"] == answer
+    assert main(["plan", *arguments]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == answer
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 100), ("120", 120), ("80", 80)])
+def test_tables_are_readable_without_a_terminal(columns: str | None, width: int) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    environment |= {} if columns is None else {"COLUMNS": columns}
+    program = "from fused_offload.tuning.output import new_console; print(new_console().width)"
+    run = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    assert run.stdout.strip() == str(width), run.stderr
+
+
 def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
     report = plan(capsys, "--params", "13e9", "--gpu-memory", "80", "--host-memory", "256")
     assert report["fits"] == {"gpu": True, "host": True, "host_in_save": False}
@@ -723,7 +771,8 @@ def test_a_damaged_package_is_named(package: str, command: str, tmp_path: Path) 
 def test_a_missing_package_is_named_and_an_error_of_our_own_is_not_hidden(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.delitem(sys.modules, "fused_offload.tuning.plan_command", raising=False)
+    for name in ("plan_command", "output"):
+        monkeypatch.delitem(sys.modules, f"fused_offload.tuning.{name}", raising=False)
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "rich.console", None)
         assert main(["plan", "--params", "1e9"]) == 2

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from .doctor import examine, exit_code
 from .machine import read_machine
+from .output import new_console
 
 
 def doctor(options: argparse.Namespace) -> int:
@@ -26,5 +26,5 @@ def doctor(options: argparse.Namespace) -> int:
     for finding in findings:
         level = f"[{colours[finding.level]}]{finding.level}[/]"
         table.add_row(level, *(escape(text) for text in (finding.what, finding.found, finding.advice)))
-    Console().print(table)
+    new_console().print(table)
     return exit_code(findings)

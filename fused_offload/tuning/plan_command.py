@@ -8,7 +8,6 @@ import json
 from functools import partial
 from typing import Any, NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from fused_offload.config import OffloadConfig
@@ -22,6 +21,7 @@ from fused_offload.profiles.units import MIB, MOST_PARAMS
 from .advice import advice
 from .budget import Memory, StepTime, Training, fits_into, largest_model, memory_of, profile_step_time, step_time
 from .cli_choices import DEFAULT_LINK_GBPS
+from .output import new_console
 from .sizes import MEGATRON_SIZES, Decoder, count_config, head_dim_of
 
 
@@ -179,12 +179,13 @@ def plan(options: argparse.Namespace) -> int:
     settled = _streaming_by(None, training, memory.host_state)
     prediction = _predict(options, training, memory, profile)
     time = prediction.time
-    limits = {
+    limits: dict[str, int | None] = {
         "gpu_bytes": None if options.gpu_memory is None else int(options.gpu_memory * 1e9),
         "node_bytes": None if options.host_memory is None else int(options.host_memory * 1e9),
     }
-    report = {
+    report: dict[str, Any] = {
         "param_numel": numel,
+        "limits": limits,
         "training": dataclasses.asdict(settled),
         "gpu_bytes": {
             **{
@@ -213,6 +214,7 @@ def plan(options: argparse.Namespace) -> int:
         },
         "notes": [*_notes(options, memory, prediction, found), *advice(numel, untuned, tuning.settle, **limits)],
     }
+    report["answer"] = _answer(report)
     if options.json:
         print(json.dumps(report, indent=2))
     else:
@@ -250,6 +252,46 @@ def _notes(options: argparse.Namespace, memory: Memory, prediction: _Prediction,
     return notes
 
 
+def _answer(report: dict[str, Any]) -> str:
+    """The plan in a sentence."""
+    fits, limits = report["fits"], report["limits"]
+    places = (
+        ("GPU", report["gpu_bytes"]["total"], limits["gpu_bytes"], fits["gpu"]),
+        ("host", report["host_bytes"]["node"], limits["node_bytes"], fits["host"]),
+    )
+    known = [fit for _, _, _, fit in places if fit is not None]
+    verdict = "Takes" if not known else "Fits:" if all(known) else "Does not fit:"
+    memory = ", ".join(f"{_of_limit(needed, limit)} on the {place}" for place, needed, limit, _ in places)
+    predicted = report["predicted"]
+    alone_ms, exposed_ms = predicted["alone_ms"], predicted["exposed_ms_at_least"]
+    time = f"a step takes about {_duration(alone_ms)}" if alone_ms else "a step moves nothing"
+    if alone_ms and not exposed_ms:
+        time += ", which may all run under forward and backward passes"
+    elif exposed_ms < alone_ms:
+        time += f" and adds at least {_duration(exposed_ms)} to an iteration"
+    return f"{verdict} {memory}; {time}."
+
+
+def _of_limit(needed: int, limit: int | None) -> str:
+    """Bytes in GB beside their limit, with as many digits as show which is larger."""
+    if limit is None:
+        return f"{_short_gb(needed, 0)} GB"
+    digits = next((n for n in range(9) if needed == limit or _short_gb(needed, n) != _short_gb(limit, n)), 9)
+    return f"{_short_gb(needed, digits)} of {_short_gb(limit, digits)} GB"
+
+
+def _short_gb(nbytes: int, digits: int) -> str:
+    """At least two significant digits, and at least ``digits`` behind the point."""
+    value = nbytes / 1e9
+    return f"{value:,.{max(digits, 0 if value >= 9.95 or not nbytes else 1 if value >= 0.995 else 2)}f}"
+
+
+def _duration(ms: float) -> str:
+    if ms >= 1000:
+        return f"{ms / 1e3:,.{0 if ms >= 9950 else 1}f} s"
+    return f"{ms:.0f} ms" if ms >= 9.5 else f"{ms:.2g} ms"
+
+
 def _gb(nbytes: int) -> str:
     return f"{nbytes / 1e9:.3f} GB"
 
@@ -276,7 +318,8 @@ def _ring_label(training: Training) -> str:
 
 
 def _show_plan(report: dict[str, Any], training: Training) -> None:
-    console = Console()
+    console = new_console()
+    console.print(report["answer"], highlight=False, markup=False, soft_wrap=True)
     table = Table(title=f"{_params(report['param_numel'])} parameters", title_justify="left")
     table.add_column("")
     table.add_column("bytes or time", justify="right")

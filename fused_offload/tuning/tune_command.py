@@ -29,6 +29,7 @@ from fused_offload.profiles.units import MIB
 from . import measure
 from .candidates import Timed, chosen, gigabytes
 from .measure import Swept, Tuning
+from .output import new_console
 
 _SECONDS_BETWEEN_DRAWINGS = 0.2
 _PICTURES = (".png", ".svg", ".pdf")  # what matplotlib writes without other programs
@@ -207,7 +208,7 @@ def _timed_as_json(one: Timed) -> dict[str, Any]:
 
 def show(tuning: Tuning, path: Any = None) -> None:
     """Prints tables, choices and reasons."""
-    console = Console()
+    console = new_console()
     key = tuning.profile.key
     console.print(f"{key.gpu}, link {key.link}; {key.host}", highlight=False, markup=False, soft_wrap=True)
     link = Table(title="The link, GB/s", title_justify="left")
