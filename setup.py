@@ -1,10 +1,15 @@
-"""Packages of the distribution, and the files of `autoload/` at the root of site-packages; pyproject.toml has the rest.
+"""Packages of the distribution, the files of `autoload/` at the root of site-packages, and the links of the README.
 
 The folder `kernels/` is at the top, but an installed top-level module of that name would shadow Hugging Face's
 `kernels` package: it becomes the subpackage ``fused_offload.kernels``. Python reads ``.pth`` files only at the root of
 site-packages, and setuptools has no setting for files outside of packages.
+
+A release sets ``PROJECT_URL`` to the address of the repository. Links of the README, which lead into the repository,
+then lead to the tag of this version, so that they work on a package index.
 """
 
+import os
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -12,6 +17,8 @@ from setuptools.command.build_py import build_py
 
 AUTOLOAD_FILES = ("autoload/_fused_offload_autoload.py", "autoload/fused_offload_autoload.pth")
 FOLDERS = {"fused_offload": "fused_offload", "fused_offload.kernels": "kernels"}
+ROOT = Path(__file__).resolve().parent
+PROJECT_URL = os.environ.get("PROJECT_URL", "").rstrip("/")
 
 
 def packages() -> list[str]:
@@ -19,6 +26,32 @@ def packages() -> list[str]:
     return [
         f"{package}.{name}".rstrip(".") for package, folder in FOLDERS.items() for name in ("", *find_packages(folder))
     ]
+
+
+def readme() -> str:
+    """The README; with ``PROJECT_URL`` its links lead to this version in the repository."""
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    if not PROJECT_URL:
+        return text
+    version = re.search(r'^__version__ = "(.+)"$', (ROOT / "fused_offload/__init__.py").read_text(), re.MULTILINE)
+    assert version is not None
+
+    def absolute(match: re.Match[str]) -> str:
+        kind = "raw" if match["picture"] else "blob"
+        return f"{match['picture']}{match['text']}({PROJECT_URL}/{kind}/v{version[1]}/{match['target']})"
+
+    return re.sub(r"(?P<picture>!?)(?P<text>\[[^\]]*\])\((?!\w+:|#)(?P<target>[^)\s]+)\)", absolute, text)
+
+
+def urls() -> dict[str, str]:
+    """Links beside the description on a package index."""
+    if not PROJECT_URL:
+        return {}
+    return {
+        "Source": PROJECT_URL,
+        "Issues": f"{PROJECT_URL}/issues",
+        "Changelog": f"{PROJECT_URL}/blob/main/CHANGELOG.md",
+    }
 
 
 class BuildWithAutoload(build_py):
@@ -39,4 +72,11 @@ class BuildWithAutoload(build_py):
         return [*super().get_source_files(), *AUTOLOAD_FILES]
 
 
-setup(packages=packages(), package_dir=FOLDERS, cmdclass={"build_py": BuildWithAutoload})
+setup(
+    packages=packages(),
+    package_dir=FOLDERS,
+    cmdclass={"build_py": BuildWithAutoload},
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    project_urls=urls(),
+)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .adam import FusedOffloadAdam
     from .lion import FusedOffloadLion
 
+__version__ = "0.1.0"
+
 __all__ = ["FusedOffloadAdam", "FusedOffloadLion", "OffloadConfig"]
 
 _MODULES = {"FusedOffloadAdam": "adam", "FusedOffloadLion": "lion"}

@@ -6,7 +6,6 @@ Commands are imported when they run, since help should not wait for the import o
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import sys
 import traceback
@@ -18,6 +17,7 @@ from fused_offload.profiles.units import MIB
 from fused_offload.tuning.cli_choices import DEFAULT_LINK_GBPS, DEFAULT_TUNING_SECONDS, DTYPES, MASTERS, MOMENT_DTYPES
 from fused_offload.tuning.sizes import MEGATRON_SIZES
 
+from . import __version__
 from .config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH, LEAST_DEFAULT_CHUNK_BYTES, OffloadConfig
 from .profiles import units
 
@@ -169,17 +169,10 @@ def _package_of(error: ImportError | OSError) -> str | None:
     return next((package for package in packages if package not in never), None)
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("fused-offload")
-    except importlib.metadata.PackageNotFoundError:  # a copy of the folder, not installed
-        return "unknown"
-
-
 def _build_parser() -> tuple[_Parser, Mapping[str, argparse.ArgumentParser]]:
     """The parser, and the parser of each command by its name."""
     parser = _Parser(prog="fused-offload", description="Adam with its state in host memory: plans, tunes, checks.")
-    parser.add_argument("--version", action="version", version=_version())
+    parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="COMMAND")
     _add_plan(commands)
     _add_tune(commands)

@@ -5,33 +5,86 @@ What the autoload does is in test_megatron_entry.py.
 
 from __future__ import annotations
 
+import email
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path, PurePosixPath
 
 import pytest
 
+import fused_offload
+
 ROOT = Path(__file__).resolve().parents[1]
 INSTALLED_AS = {"fused_offload": "fused_offload", "kernels": "fused_offload/kernels", "autoload": ""}
 
 
+FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff")
+PROJECT_URL = "https://code.example/someone/fused-offload"
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Source distribution and wheel of a release."""
     # Built from a copy, since setuptools leaves build/ and *.egg-info in the folder that it builds.
     source = tmp_path_factory.mktemp("source")
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in FILES:
         shutil.copy(ROOT / name, source)
-    for name in INSTALLED_AS:
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist"]
-    built = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    for name in (*INSTALLED_AS, "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "golden"))
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"]  # the wheel from the archive
+    environment = {**os.environ, "PROJECT_URL": PROJECT_URL}
+    built = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
-    [path] = (source / "dist").glob("*.whl")
+    return source / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(dist: Path) -> Path:
+    [path] = dist.glob("*.whl")
     return path
+
+
+def test_the_source_distribution_holds_no_tests(dist: Path) -> None:
+    [path] = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {PurePosixPath(*PurePosixPath(name).parts[1:]) for name in archive.getnames()}
+    assert {PurePosixPath(name) for name in FILES} <= names
+    assert {PurePosixPath("autoload/fused_offload_autoload.pth"), PurePosixPath("kernels/formats.py")} <= names
+    assert not [name for name in names if name.parts[:1] == ("tests",)]
+
+
+def test_the_version_is_in_one_place(wheel: Path) -> None:
+    assert wheel.name.startswith(f"fused_offload-{fused_offload.__version__}-")
+    assert f"version: {fused_offload.__version__}\n" in (ROOT / "CITATION.cff").read_text()
+    command = [sys.executable, "-m", "fused_offload", "--version"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.stdout == f"{fused_offload.__version__}\n"
+
+
+def test_links_work_on_a_package_index(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = email.message_from_bytes(archive.read(name))
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert f"Source, {PROJECT_URL}" in metadata.get_all("Project-URL", [])
+    text = metadata.get_payload()
+    assert isinstance(text, str)
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert [target for target in targets if not target.startswith("https://")] == []
+    tag = f"v{fused_offload.__version__}"
+    assert (
+        f"![Time that optimizers add to an iteration, against the peak of GPU memory]({PROJECT_URL}/raw/{tag}/docs"
+        in text
+    )
+    ours = [target.removeprefix(f"{PROJECT_URL}/blob/{tag}/") for target in targets if "/blob/v" in target]
+    assert len(ours) > 10
+    assert all((ROOT / target.partition("#")[0]).is_file() for target in ours)
 
 
 def test_wheel_holds_every_file_of_the_tree(wheel: Path) -> None:

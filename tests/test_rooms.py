@@ -34,6 +34,7 @@ ROOMS = (
     "tuning",
     "megatron",
     "cli",
+    "__main__",
 )
 """Folders, and modules at the root of the package. Each may import itself and earlier ones."""
 
