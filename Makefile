@@ -12,7 +12,7 @@ BENCH_RESULTS ?= bench/results/$(shell date +%Y-%m-%d).json
 BENCH_ARGS ?=
 BENCH_LOOP_ARGS ?=
 
-.PHONY: setup test lint types pytest demo bench bench-smoke clean
+.PHONY: setup test lint types pytest docs demo bench bench-smoke clean
 
 setup: $(READY)
 
@@ -32,6 +32,14 @@ types: $(READY)
 pytest: $(READY)
 	OMP_NUM_THREADS=1 $(PYTHON_VENV) -m pytest -p no:benchmark -n $(PYTEST_WORKERS) $(PYTEST_ARGS)
 
+# The site, into site/. MkDocs checks links and anchors; a warning fails.
+docs: .venv/.docs-ready
+	NO_MKDOCS_2_WARNING=1 $(PYTHON_VENV) -m mkdocs build --strict --quiet
+
+.venv/.docs-ready: $(READY)
+	$(PYTHON_VENV) -m pip --disable-pip-version-check install --quiet --no-build-isolation --editable '.[docs]'
+	touch $@
+
 demo: $(READY)
 	$(PYTHON_VENV) examples/train_gpt.py $(DEMO_ARGS)
 
@@ -49,5 +57,5 @@ bench-smoke: $(READY)
 	$(PYTHON_VENV) -m pytest bench --smoke --benchmark-disable
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -13,13 +13,14 @@ PAGES = (
     "README.md",
     "CONTRIBUTING.md",
     "CHANGELOG.md",
+    "SECURITY.md",
     "bench/README.md",
     *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md")),
 )
-FOLDERS = ("", "fused_offload", "fused_offload/megatron", "tests", "docs", "tests/megatron", "bench")
+FOLDERS = ("", "fused_offload", "fused_offload/megatron", "tests", "docs", "tests/megatron", "bench", "tools")
 """Folders that names of files are relative to."""
 
-OF_OTHERS = {"test_optimizer_cpu_offloading.py"}
+OF_OTHERS = {"test_optimizer_cpu_offloading.py", "pretrain_gpt.py"}
 """Files of other projects."""
 
 
@@ -62,7 +63,34 @@ def test_rooms_stand_in_the_design_in_their_order() -> None:
         r"^## 4\. Rooms\n+```\n(.*?)```", (ROOT / "docs/design.md").read_text(), re.DOTALL | re.MULTILINE
     )
     shown = re.findall(r"(?:^|(?<=\s))(\w+)(?:/|\.py)(?=\s)", block)
-    assert shown == [*ROOMS[:1], "fused_offload", *(room for room in ROOMS[1:] if room != "__init__")]
+    assert shown == [*ROOMS[:1], "fused_offload", *(room for room in ROOMS[1:] if room not in ("__init__", "__main__"))]
+
+
+def test_the_readme_fits_on_a_few_screens() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_numbers_of_the_readme_are_those_of_the_results() -> None:
+    """Each number of its first table stands in the summary of the results, which bench/page.py writes."""
+    summary = (ROOT / "docs/benchmarks.md").read_text().partition("## Contents")[0]
+    (table,) = re.findall(r"^\| measured on .*?\n\n", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+    numbers = re.findall(
+        r"[\d,.]*\d(?= (?:tokens/s|TFLOP/s|with recomputation|GB|ms|billion))", table.partition("\n")[2]
+    )
+    assert len(numbers) >= 12
+    assert [
+        number for number in numbers if not re.search(rf"(?<![\d,.]){re.escape(number)}(?![\d]|[,.]\d)", summary)
+    ] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page not in ("docs/benchmarks.md", "bench/README.md")])
+def test_prose_is_wrapped(page: str) -> None:
+    """At 100 columns; tables, pictures, addresses and code are as long as they are."""
+    text = re.sub(r"^( *)```.*?^ *```$", "", (ROOT / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+    long = [
+        line for line in text.splitlines() if len(line) > 100 and not re.match(r" *(\||!\[|#|\S+$)|.*\(https:", line)
+    ]
+    assert long == []
 
 
 def test_the_checks_find_names() -> None:

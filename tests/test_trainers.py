@@ -1,4 +1,4 @@
-"""In other people's training loops, each with what docs/training.md says: resume, accumulation, clipping, bfloat16."""
+"""In other people's training loops, each with what docs/trainers.md says: resume, accumulation, clipping, bfloat16."""
 
 from __future__ import annotations
 
