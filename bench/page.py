@@ -361,6 +361,14 @@ def summary(everything: list[Results]) -> Iterator[str]:
         if {"hybrid", "offload-12B", "resident-12B"} <= results.record.get("cases", {}).keys():
             yield _megatron_summary(results)
             break
+    for results in everything:
+        if "12B" in results.record.get("together", {}).get("forms", {}):
+            yield _together_summary(results)
+            break
+    for results in everything:
+        if "runs" in results.record:
+            yield from _quality_summary(results)
+            break
 
 
 def _see(results: Results) -> str:
@@ -448,6 +456,38 @@ def _megatron_summary(results: Results) -> str:
         f"takes {hybrid['median_step_ms']:,.0f} ms, and state on the GPU {resident['median_step_ms']:.0f} ms at "
         f"{max(resident['peak_bytes']) / 1e9:.1f} GB ({_see(results)})."
     )
+
+
+def _together_summary(results: Results) -> str:
+    together = results.record["together"]
+    form = together["forms"]["12B"]
+    all_ms, alone_ms = form["all_ranks_ms"], form["alone_ms"]
+    return (
+        f"**{together['ranks']} GPUs of one host at once**, a billion parameters on each, 12 bytes: "
+        f"{all_ms['whole-step']:.0f} ms until all are done, plain copies {all_ms['plain-duplex']:.0f} ms; one GPU "
+        f"alone {alone_ms['whole-step']:.0f} ms ({_see(results)})."
+    )
+
+
+def _quality_summary(results: Results) -> Iterator[str]:
+    """Mean losses over float32 of runs with the same seed and beta2."""
+    runs = results.record["runs"]
+    base = {(run["seed"], run["beta2"]): run["held_out"] for run in runs if run["form"] == "fp32"}
+    over = {
+        form: [
+            run["held_out"] / base[run["seed"], run["beta2"]] - 1
+            for run in runs
+            if run["form"] == form and (run["seed"], run["beta2"]) in base
+        ]
+        for form in ("bf16", "uint8")
+    }
+    if base and all(over.values()):
+        bf16, eight = (f"{100 * sum(shares) / len(shares):+.2f} %" for shares in over.values())
+        spread = max(base.values()) / min(base.values()) - 1
+        yield (
+            f"**Held-out loss** of a small GPT against float32 moments, mean of {len(over['uint8'])} runs: {bf16} with "
+            f"bfloat16 and {eight} with 8-bit moments; float32 runs differ by {100 * spread:.2f} % ({_see(results)})."
+        )
 
 
 def _listed(texts: list[str]) -> str:

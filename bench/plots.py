@@ -298,7 +298,7 @@ class Picture(NamedTuple):
 
 PICTURES: Mapping[str, Picture] = {
     "training": Picture(
-        "Time that optimizers add to an iteration, against the peak of GPU memory", draw_added, has_added, (9, 5.2)
+        "Time that optimizers add to an iteration, against the peak of GPU memory", draw_added, has_added, (9, 5)
     ),
     "step": Picture(
         "Step of a billion parameters, beside copies of the same bytes",
@@ -322,7 +322,7 @@ def draw(name: str, record: Record, path: Path) -> None:
     from matplotlib.figure import Figure
 
     picture = PICTURES[name]
-    with rc_context({"font.family": "DejaVu Sans", "font.size": 9.5}):
+    with rc_context({"font.family": "DejaVu Sans", "font.size": 10}):
         figure = Figure(figsize=picture.size, layout="constrained", facecolor="white")
         axis = figure.subplots()
         axis.spines[["top", "right"]].set_visible(False)

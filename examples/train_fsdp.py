@@ -6,7 +6,8 @@ warm-up, and asynchronous distributed checkpoints that resume on any number of p
     torchrun --nproc-per-node 8 examples/train_fsdp.py --folder run --steps 200
     torchrun --nproc-per-node 4 examples/train_fsdp.py --folder run --steps 400
 
-The second command goes on from the last checkpoint of the first. Without GPUs it trains a tiny model over gloo.
+The second command goes on from the last checkpoint of the first. Needs torchrun, and a GPU for each process; without
+GPUs it trains a tiny model over gloo.
 """
 
 from __future__ import annotations
@@ -201,6 +202,8 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128, help="bytes that a sequence has")
     parser.add_argument("--total-steps", type=int, default=1000, help="steps of the learning rate schedule")
     args = parser.parse_args()
+    if "LOCAL_RANK" not in os.environ:
+        parser.error("start it by torchrun: torchrun --nproc-per-node 2 examples/train_fsdp.py --folder run")
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
     if on_gpu:

@@ -6,8 +6,9 @@ The text is the Python standard library's own source code, which every machine h
 2. the same again, saving a checkpoint halfway: two runs must agree bit for bit;
 3. a fresh process that resumes from that checkpoint: it must end in the same bits as well.
 
-Parameters are bfloat16; float32 master weights and both moments live in CPU memory. Without a GPU the model is small
-and the demo takes about a minute on two cores; on a GPU it has 354 million parameters.
+Parameters are bfloat16; float32 master weights and both moments live in CPU memory. Needs nothing but this project, and
+no GPU: without one the model is small and the demo takes a few minutes; on a GPU it has 354 million parameters. On a
+CPU it computes with as many threads as cores are idle.
 
     python examples/train_gpt.py
     python examples/train_gpt.py --size tiny --steps 4 --device cpu
@@ -46,6 +47,7 @@ MAX_TEXT_BYTES = 16 * 2**20
 HELD_OUT_FRACTION = 0.05
 HELD_OUT_BATCHES = 16
 MAX_GRAD_NORM = 1.0
+SECONDS_BETWEEN_LINES = 8.0
 
 console = Console()
 
@@ -75,7 +77,7 @@ class Size:
 
 SIZES = {
     "tiny": Size(layers=2, width=64, heads=2, context=32, batch=4, steps=20, lr=3e-3),
-    "small": Size(layers=4, width=160, heads=5, context=64, batch=8, steps=260, lr=3e-3),
+    "small": Size(layers=4, width=160, heads=5, context=64, batch=8, steps=120, lr=3e-3),
     "gpu": Size(layers=28, width=1024, heads=16, context=1024, batch=8, steps=100, lr=3e-4),
 }
 
@@ -256,15 +258,23 @@ class Training:
         """Trains up to step ``until`` and reports the loss on the way."""
         report_every = max(1, self.steps // 8)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
+        first, began = self.step, time.perf_counter()
+        printed_step, printed = first, began
         with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
             task = progress.add_task(label, total=self.steps, completed=self.step, status="")
             while self.step < until:
                 loss, grad_norm = self.train_step()
                 progress.advance(task)
-                if self.step == 1 or self.step % report_every == 0 or self.step == self.steps:
+                now = time.perf_counter()
+                is_due = self.step - printed_step >= report_every or now - printed > SECONDS_BETWEEN_LINES
+                if is_due or self.step in (1, until):
+                    printed_step, printed = self.step, now
+                    left_s = (now - began) / (self.step - first) * (self.steps - self.step)
                     status = f"step {self.step:4d}  loss {loss:.3f}  grad norm {grad_norm:.2f}"
                     progress.update(task, status=status)
-                    progress.console.print(f"  {status}  lr {self.scheduler.get_last_lr()[0]:.2e}")
+                    lr = self.scheduler.get_last_lr()[0]
+                    line = f"  {status}  lr {lr:.2e}  {left_s:3.0f} s left of {label}"
+                    progress.console.print(line, soft_wrap=True)
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -340,10 +350,28 @@ def make_deterministic(device: torch.device) -> contextlib.AbstractContextManage
     return sdpa_kernel(backend)
 
 
+def idle_cores() -> int:
+    """Cores that no other program uses now, at least one."""
+    allowed = len(os.sched_getaffinity(0))
+
+    def ticks() -> tuple[int, int]:
+        values = [int(value) for value in Path("/proc/stat").read_text().partition("\n")[0].split()[1:]]
+        return values[3] + values[4], sum(values[:8])  # idle and waiting for a disk; all
+
+    try:
+        idle, total = ticks()
+        time.sleep(0.5)
+        idle_now, total_now = ticks()
+    except (OSError, ValueError, IndexError):  # no Linux
+        return allowed
+    share = (idle_now - idle) / max(1, total_now - total)
+    return max(1, min(allowed, round(share * (os.cpu_count() or allowed))))
+
+
 def describe_machine(device: torch.device) -> str:
     """One line about what the run computes on."""
     if device.type != "cuda":
-        return f"CPU, {torch.get_num_threads()} threads, torch {torch.__version__}"
+        return f"CPU, {torch.get_num_threads()} thread(s), torch {torch.__version__}"
     facts = torch.cuda.get_device_properties(device)
     return (
         f"{facts.name}, compute capability {facts.major}.{facts.minor}, {facts.total_memory / 1e9:.1f} GB, "
@@ -402,6 +430,7 @@ def resume(options: argparse.Namespace) -> None:
     """Continues from a checkpoint to the end and writes the digests beside it."""
     training = new_training(options)
     training.load(options.resume)
+    started_path(options.resume).touch()
     train_timed(training, options.steps, f"resumed at {training.step}")
     console.print(f"  held-out loss {training.held_out_loss():.3f} nats a byte")
     result_path(options.resume).write_text(json.dumps(training.digests()._asdict()))
@@ -413,12 +442,26 @@ def result_path(checkpoint: Path) -> Path:
     return checkpoint.with_suffix(".digests.json")
 
 
+def started_path(checkpoint: Path) -> Path:
+    """File of a process that resumes from ``checkpoint``, which it makes when it begins to train."""
+    return checkpoint.with_suffix(".started")
+
+
 def run_resumed_process(options: argparse.Namespace, checkpoint: Path) -> Digests:
     """Resumes from the checkpoint in a fresh process, which shares nothing with this one but the file."""
     command = [sys.executable, __file__, "--resume", str(checkpoint)]
-    for name in ("size", "steps", "device", "seed"):
+    for name in ("size", "steps", "device", "seed", "threads"):  # other threads would add up in another order
         command += [f"--{name}", str(getattr(options, name))]
-    subprocess.run(command, check=True)
+    started_path(checkpoint).unlink(missing_ok=True)
+    began = time.perf_counter()
+    with subprocess.Popen(command) as process:
+        while process.poll() is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(SECONDS_BETWEEN_LINES)
+            if process.poll() is None and not started_path(checkpoint).exists():
+                console.print(f"  the process starts, {time.perf_counter() - began:.0f} s so far")
+    if process.returncode != 0:
+        raise SystemExit(f"The resumed process ended with exit code {process.returncode}")
     return Digests(**json.loads(result_path(checkpoint).read_text()))
 
 
@@ -432,7 +475,16 @@ def report_agreement(runs: dict[str, Digests]) -> bool:
         verdict = "[green]same bits" if digests == expected else "[bold red]DIFFERENT"
         table.add_row(name, digests.parameters[:16], digests.optimizer[:16], verdict)
     console.print(table)
-    return all(digests == expected for digests in runs.values())
+    agree = all(digests == expected for digests in runs.values())
+    if agree:
+        console.print(
+            "Shown: with its optimizer state in host memory, a run that stops and resumes in a fresh process ends in "
+            "exactly the parameters and the state of one that never stopped.",
+            soft_wrap=True,
+        )
+    else:
+        console.print("[bold red]Runs that should agree ended in different bits: please report it.", soft_wrap=True)
+    return agree
 
 
 def run_demo(options: argparse.Namespace, directory: Path) -> bool:
@@ -458,6 +510,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="length of the run (default: depends on the size)")
     parser.add_argument("--device", help="torch device (default: cuda if there is one, else cpu)")
     parser.add_argument("--seed", type=int, default=0, help="seed of parameters and data order (default: 0)")
+    parser.add_argument("--threads", type=int, help="of the CPU (default: OMP_NUM_THREADS, or as many as are idle)")
     parser.add_argument("--checkpoint-dir", type=Path, help="keep the checkpoint here (default: a temporary folder)")
     parser.add_argument("--resume", type=Path, metavar="CHECKPOINT", help="only continue from this checkpoint")
     options = parser.parse_args()
@@ -467,6 +520,10 @@ def parse_arguments() -> argparse.Namespace:
         options.size = "gpu" if torch.device(options.device).type == "cuda" else "small"
     if options.steps is None:
         options.steps = SIZES[options.size].steps
+    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA GPU; leave --device out to train on the CPU")
+    if options.threads is None:
+        options.threads = torch.get_num_threads() if "OMP_NUM_THREADS" in os.environ else idle_cores()
     if options.steps < 2:
         parser.error("--steps must be at least 2: the checkpoint is saved halfway")
     return options
@@ -476,11 +533,17 @@ def main() -> int:
     """Runs the demo; the exit code is 1 if any two runs ended in different bits."""
     options = parse_arguments()
     device = torch.device(options.device)
+    torch.set_num_threads(options.threads)
     with make_deterministic(device):
         if options.resume is not None:
             resume(options)
             return 0
-        console.print(f"{describe_machine(device)}; size {options.size}, {options.steps} steps")
+        console.print(f"{describe_machine(device)}; size {options.size}")
+        console.print(
+            f"Three trainings: {options.steps} steps, the same again with a checkpoint halfway, and the second half "
+            "once more from the checkpoint.",
+            soft_wrap=True,
+        )
         if options.checkpoint_dir is not None:
             options.checkpoint_dir.mkdir(parents=True, exist_ok=True)
             return 0 if run_demo(options, options.checkpoint_dir) else 1

@@ -507,6 +507,25 @@ def plain_and_distributed_parameters_together() -> None:
 
 
 @scenario
+def an_optimizer_may_be_built_before_the_model_is_sharded() -> None:
+    """As Accelerate and the Trainer do: they put the shards in the place of the parameters, in every group."""
+    expected = gpt()
+    train(expected, a := adam(expected), range(4))
+    torch.manual_seed(0)
+    other = GPT()
+    b = adam(other)
+    (group,) = b.param_groups
+    names = {id(param): name for name, param in other.named_parameters()}
+    order = [names[id(param)] for param in group["params"]]
+    group["params"] = [torch.empty(1) for _ in order]  # nothing holds the whole parameters while they are sharded
+    shard(other)
+    shards = dict(other.named_parameters())
+    group["params"] = [shards[name] for name in order]
+    train(other, b, range(4))
+    same_training(expected, a, other, b)
+
+
+@scenario
 def groups_added_and_parameters_replaced() -> None:
     model = gpt()
     params = list(model.parameters())

@@ -51,6 +51,27 @@ def test_tiny_demo_end_to_end(tmp_path: Path) -> None:
     host_bytes = float(re.findall(r"per parameter +│ +([0-9.]+)", output)[0])
     assert 12 <= host_bytes < 12.5
     assert (tmp_path / "halfway.pt").exists()
+    assert len(re.findall(r"s left of run 1$", output, re.MULTILINE)) == 4
+    assert output.rstrip().splitlines()[-1].startswith("Shown: with its optimizer state in host memory")
+
+
+def test_it_takes_the_threads_that_are_idle(example: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed = len(os.sched_getaffinity(0))
+    assert 1 <= example.idle_cores() <= allowed
+    for idle, cores in ((0, 1), (500, 2), (1000, 4)):  # of 1,000 ticks of four cores
+        stats = iter(["cpu 0 0 0 0 0 0 0 0 0 0\n", f"cpu {1000 - idle} 0 0 {idle} 0 0 0 0 0 0\n"])
+        monkeypatch.setattr(example.Path, "read_text", lambda path, stats=stats: next(stats))
+        monkeypatch.setattr(example.os, "sched_getaffinity", lambda pid: range(4))
+        monkeypatch.setattr(example.os, "cpu_count", lambda: 4)
+        assert example.idle_cores() == cores
+
+
+def test_it_says_that_there_is_no_gpu() -> None:
+    command = [sys.executable, str(EXAMPLE), "--device", "cuda"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert run.returncode == 2
+    assert "there is no CUDA GPU; leave --device out" in run.stderr
 
 
 @pytest.mark.gpu

@@ -46,3 +46,11 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path: Path) -> None:
     digest = re.search(r"digest \w{64}", output)
     assert digest is not None
     assert digest[0] in resumed
+
+
+def test_it_says_that_it_needs_torchrun(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    command = [sys.executable, str(EXAMPLE), "--folder", str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "start it by torchrun: torchrun" in done.stderr

@@ -100,7 +100,7 @@ def plan_commands() -> list[tuple[str, str, str]]:
     for page in PAGES:
         for block in blocks(page, "console"):
             for part in re.split(r"^\$ ", block, flags=re.MULTILINE):
-                command, _, output = part.partition("\n")
+                command, _, output = part.replace("\\\n", "").partition("\n")
                 if command.startswith("fused-offload plan"):
                     found.append((page, command, output))
     return found

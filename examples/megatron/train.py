@@ -178,6 +178,8 @@ def main() -> None:
     args = parse_arguments()
     if torch.cuda.device_count() == 0:
         raise SystemExit("This example needs a GPU: Megatron-Core puts models nowhere else.")
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit("Start this example by torchrun: torchrun --nproc-per-node 1 examples/megatron/train.py")
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group()
     parallel_state.initialize_model_parallel()
