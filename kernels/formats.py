@@ -37,13 +37,18 @@ class Format(NamedTuple):
     """How one state key is stored.
 
     Attributes:
-        name: the kernel's compile-time name.
+        name: name in the kernel, a compile-time constant there.
         dtype: dtype of the stored elements.
-        scaled: whether each block of `SCALE_BLOCK` elements has 32 bits beside it, its scale.
-        keep_nonzero: whether a positive value may not become zero. Set for second moments: ``exp_avg_sq == 0`` with
-            ``exp_avg != 0`` would turn the update into ``exp_avg / eps``.
-        stochastic: whether a step rounds to either neighbour, to the nearer one more often, so that nothing is lost on
-            average; see `rounding_thresholds`. What comes from outside a step is rounded to the nearest.
+        scaled: each group of `SCALE_BLOCK` elements has 32 bits beside it, its scale.
+        keep_nonzero: a positive value never becomes zero. Set for second moments:
+            ``exp_avg_sq == 0`` with ``exp_avg != 0`` would make the update ``exp_avg / eps``.
+        stochastic: a step rounds to either neighbour, to the nearer one more often, so that nothing
+            is lost on average; see `rounding_thresholds`. Values from outside a step are rounded to
+            the nearest.
+        needs_param: elements complement the bfloat16 parameter beside them, and have no values
+            without it.
+        half_step: largest share of a value that rounding to the nearest takes away: half the
+            distance between 1 and the next number. 0 where steps lose nothing.
     """
 
     name: str
@@ -51,6 +56,18 @@ class Format(NamedTuple):
     scaled: bool = False
     keep_nonzero: bool = False
     stochastic: bool = False
+    needs_param: bool = False
+    half_step: float = 0.0
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """dtype in which values are read and written: float32, or that of elements without values."""
+        return self.dtype if self.needs_param else torch.float32
+
+    @property
+    def is_coded(self) -> bool:
+        """True if elements are codes, which nobody can compute with."""
+        return self.scaled and not self.dtype.is_floating_point
 
     @property
     def element_bytes(self) -> int:
@@ -63,11 +80,11 @@ class Format(NamedTuple):
 
 
 FP32 = Format("fp32", torch.float32)
-BF16 = Format("bf16", torch.bfloat16)
+BF16 = Format("bf16", torch.bfloat16, half_step=2.0**-8)
 BF16_STOCHASTIC = Format("bf16_stochastic", torch.bfloat16, stochastic=True)
-FP16 = Format("fp16", torch.float16, scaled=True)
-FP16_NONZERO = Format("fp16", torch.float16, scaled=True, keep_nonzero=True)
-REMAINDER = Format("remainder", torch.int16)
+FP16 = Format("fp16", torch.float16, scaled=True, half_step=2.0**-11)
+FP16_NONZERO = Format("fp16", torch.float16, scaled=True, keep_nonzero=True, half_step=2.0**-11)
+REMAINDER = Format("remainder", torch.int16, needs_param=True)
 ROOT8 = Format("root8", torch.uint8, scaled=True, stochastic=True)
 """8 bits for first moments: sign and fourth root, in 127 steps up to the block's largest magnitude, which is the scale.
 
@@ -279,7 +296,7 @@ def encode_(stored: Stored, values: torch.Tensor, thresholds: torch.Tensor | Non
         thresholds: ``[numel]`` int64 for stochastic formats, see `rounding_thresholds`. Without, and in other formats,
             values are rounded to the nearest. Values that the format can represent are never changed.
     """
-    if stored.format.name == "remainder":
+    if stored.format.needs_param:
         raise TypeError("a remainder is written together with its parameter; use split_remainder_")
     if stored.format.scaled:
         _encode_scaled_(stored, values, thresholds)
@@ -314,7 +331,7 @@ def decode(stored: Stored, out: torch.Tensor | None = None) -> torch.Tensor:
     Returns:
         ``[numel]`` float32.
     """
-    if stored.format.name == "remainder":
+    if stored.format.needs_param:
         raise TypeError("a remainder is read together with its parameter; use join_remainder")
     out = torch.empty(stored.data.shape, dtype=torch.float32, device=stored.data.device) if out is None else out
     if stored.format.name == "log8":

@@ -73,7 +73,7 @@ def load_params(param: torch.Tensor, master: Stored | None, out: torch.Tensor, *
     """
     if master is None or is_initial or param.dtype == torch.float32:
         return out.copy_(param)
-    if master.format.name == "remainder":
+    if master.format.needs_param:
         return out.copy_(join_remainder(param, master.data))
     return decode(master, out)
 
@@ -86,7 +86,7 @@ def store_params_(param: torch.Tensor, master: Stored | None, values: torch.Tens
         master: stored masters, their 16-bit remainders, or None; updated in place.
         values: ``[numel]`` float32.
     """
-    if master is not None and master.format.name == "remainder":
+    if master is not None and master.format.needs_param:
         split_remainder_(param, master.data, values)
         return
     param.copy_(values)

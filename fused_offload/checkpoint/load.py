@@ -263,7 +263,7 @@ def _checked_values(
                 f"loaded state dict has {key} of shape {tuple(value.shape)} in group {index}, but the parameter has "
                 f"{tuple(local.shape)}"
             )
-        check_storable(key, formats[key].dtype, value, nonnegative=key in rule.nonnegative)
+        check_storable(key, formats[key], value, nonnegative=key in rule.nonnegative)
         values.append((key, value))
     return values
 
@@ -302,7 +302,7 @@ def _mark_loaded(state: ParamState, key: str) -> None:
         stored = state.stored(key)
         dtype = state.extent.layout.param_dtype
         parts = stored.data.split(_COMPARED_ELEMENTS)
-        if stored.format.name == "remainder":
+        if stored.format.needs_param:
             untouched = not any(part.any() for part in parts)
         else:
             untouched = all(torch.equal(part, part.to(dtype).to(part.dtype)) for part in parts)

@@ -21,16 +21,13 @@ from fused_offload.state.mapping import StateMapping
 
 from .torch_dcp import Wanted
 
-_SCALED_DTYPES = (torch.float16, torch.uint8)
-
 
 def _exported(entry: StateEntry, key: str) -> torch.Tensor:
     """The live view where its dtype says all, else a new float32 tensor."""
-    view = entry.peek(key)
-    if view.dtype in _SCALED_DTYPES:
+    if entry.storage.formats[key].scaled:
         return entry.get_unscaled(key)
     entry.note_read(key)
-    return entry.outside(key, view)
+    return entry.outside(key, entry.peek(key))
 
 
 def _indices(param_groups: Sequence[dict[str, Any]]) -> dict[int, int]:
@@ -89,7 +86,7 @@ def pack(param_groups: Sequence[dict[str, Any]], state: StateMapping, wanted: Wa
 def _as_wanted(entry: StateEntry, key: str, wanted: Wanted) -> torch.Tensor:
     value = _exported(entry, key)
     local = local_of(value)
-    if wanted.gathered and local.dtype == torch.int16:
+    if wanted.gathered and entry.storage.formats[key].needs_param:
         return entry.outside(key, local.int())
     if wanted.on_host and local.device.type != "cpu":
         return entry.outside(key, local.cpu())

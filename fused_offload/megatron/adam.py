@@ -113,7 +113,7 @@ class MegatronAdam(FusedOffloadAdam):
 
     def keeps_remainder(self, param: torch.Tensor) -> bool:
         """True if the master of a parameter is stored as a 16-bit remainder."""
-        return self._formats_of(param)["master_param"].name == "remainder"
+        return self._formats_of(param)["master_param"].needs_param
 
     def planned_formats(self) -> dict[str, str]:
         """Stored formats of each state key, over all parameters of this rank."""

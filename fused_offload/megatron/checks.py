@@ -6,12 +6,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from fused_offload.params.dense import has_own_memory
 from fused_offload.params.dtensors import local_of
-from fused_offload.rules.adam_arguments import check_modes
-from fused_offload.rules.arguments import check_master_dtype
+from fused_offload.rules.adam_arguments import check_modes, moment_formats
+from fused_offload.rules.arguments import MASTER_FORMATS, check_master_dtype
 
 from .fsdp import uses_fsdp
 from .options import takes_hybrid_place
@@ -123,12 +121,13 @@ def warn_if_copies_drift(config: Any, model_chunks: Sequence[Any], *, stochastic
     """
     if not config.use_precision_aware_optimizer:
         return
-    dtypes = {"exp_avg_dtype": config.exp_avg_dtype, "exp_avg_sq_dtype": config.exp_avg_sq_dtype}
-    dtypes["main_params_dtype"] = config.main_params_dtype
+    moments = moment_formats(config.exp_avg_dtype, config.exp_avg_sq_dtype, stochastic_rounding=stochastic_rounding)
+    formats = {f"{key}_dtype": format for key, format in moments.items()}
+    formats["main_params_dtype"] = MASTER_FORMATS[config.main_params_dtype]
     by_place = [
-        f"{name} {str(dtype).removeprefix('torch.')}"
-        for name, dtype in dtypes.items()
-        if dtype in (torch.uint8, torch.float16) or (stochastic_rounding and dtype == torch.bfloat16)
+        f"{name} {str(format.dtype).removeprefix('torch.')}"
+        for name, format in formats.items()
+        if format.scaled or format.stochastic
     ]
     has_copies = any(
         getattr(param, "shared_embedding", False) for chunk in model_chunks for param in chunk.parameters()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from fused_offload.kernels.formats import FP32
 from fused_offload.state.convert import check_storable
 
 from .adam import inner_of
@@ -50,7 +51,7 @@ def _check(distributed: Any, state: Any) -> None:
             for key in ("param", "exp_avg", "exp_avg_sq"):
                 if not isinstance(tensors[key], torch.Tensor) or tensors[key].shape != (numel,):
                     raise ValueError(f"loaded state dict has no tensor of {numel} elements as {key}")
-                check_storable(key, torch.float32, tensors[key], nonnegative=key == "exp_avg_sq")
+                check_storable(key, FP32, tensors[key], nonnegative=key == "exp_avg_sq")
             if buffer.param_dtype == torch.bfloat16:
                 masters.append((tensors["param"], None))
     if inner_of(distributed).master_weights and are_remainders(masters):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fused_offload.kernels.formats import join_remainder, split_remainder_
+from fused_offload.kernels.formats import FP32, REMAINDER, join_remainder, split_remainder_
 from fused_offload.state.convert import check_storable
 
 from .adam import MegatronAdam
@@ -36,7 +36,7 @@ def read_values(inner: MegatronAdam, param: torch.Tensor) -> dict[str, torch.Ten
 
 def _read_master(inner: MegatronAdam, param: torch.Tensor) -> torch.Tensor:
     master = inner.get_unscaled_state(param, "master_param")
-    if master.dtype != torch.int16:
+    if master.dtype != REMAINDER.dtype:
         return master
     return join_remainder(param.detach().to(master.device), master)
 
@@ -64,11 +64,10 @@ def check_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, 
                 f"loaded state dict has {key} of shape {tuple(value.shape)}, but this rank's part of the parameter has "
                 f"{tuple(param.shape)}"
             )
-        is_remainder = key == "param" and value.dtype == torch.int16
+        is_remainder = key == "param" and value.dtype == REMAINDER.dtype
         if is_remainder and not (inner.master_weights and param.dtype == torch.bfloat16):
             raise TypeError(f"loaded state dict has 16-bit remainders of a {param.dtype} parameter's master weights")
-        kept = torch.int16 if is_remainder else torch.float32
-        check_storable(key, kept, value, nonnegative=key == "exp_avg_sq")
+        check_storable(key, REMAINDER if is_remainder else FP32, value, nonnegative=key == "exp_avg_sq")
 
 
 def write_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, Any]) -> None:
@@ -106,7 +105,7 @@ def write_master(inner: MegatronAdam, param: torch.Tensor, master: torch.Tensor)
     inner.initialize_state(param)
     # Planned, not read from the state: a reader of checkpoints may have filled the live view.
     kept_as_remainder = inner.keeps_remainder(param)
-    if master.dtype == torch.int16:
+    if master.dtype == REMAINDER.dtype:
         if not kept_as_remainder:
             master = join_remainder(param.detach().cpu(), master.cpu())
     elif kept_as_remainder:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fused_offload.kernels.formats import FP32
 from fused_offload.state.convert import check_storable
 
 from .adam import MegatronAdam
@@ -101,7 +102,7 @@ class UndistributedHooks:
         for given, master in zip(itertools.chain(*saved), itertools.chain(*groups), strict=True):
             if not isinstance(given, torch.Tensor):
                 raise TypeError(f"loaded state dict has a {type(given).__name__} as master weights, not a tensor")
-            check_storable("master weights", torch.float32, given)
+            check_storable("master weights", FP32, given)
             if given.shape != master.shape:
                 raise ValueError(
                     f"loaded state dict has master weights of shape {tuple(given.shape)}, here {tuple(master.shape)}"

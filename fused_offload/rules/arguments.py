@@ -96,18 +96,14 @@ def warn_if_nothing_rounds(stochastic_rounding: bool, **dtypes: torch.dtype) -> 
 
     Args:
         stochastic_rounding: the constructor's argument.
-        **dtypes: dtypes of the averages by name of the argument.
+        **dtypes: dtypes of the averages by name of the argument, checked already.
     """
-    if stochastic_rounding and not {torch.bfloat16, torch.uint8} & set(dtypes.values()):
+    formats = [rounded_format(EXP_AVG_FORMATS[dtype], stochastic_rounding=True) for dtype in dtypes.values()]
+    if stochastic_rounding and not any(format.stochastic for format in formats):
         warnings.warn(
             f"stochastic_rounding=True changes nothing: it is for moments in bfloat16 ({', '.join(dtypes)})",
             stacklevel=3,
         )
-
-
-_HALF_STEP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Half the distance to the next number, of numbers just above a power of two and in units of these: the largest."""
-_UNBIASED = {torch.bfloat16: "stochastic_rounding=True", torch.float16: "torch.bfloat16 with stochastic_rounding=True"}
 
 
 def standing_average(decays: Mapping[str, float], formats: Mapping[str, Format]) -> str | None:
@@ -122,12 +118,14 @@ def standing_average(decays: Mapping[str, float], formats: Mapping[str, Format])
     """
     for key, beta in decays.items():
         format = formats[key]
-        if format.stochastic or 1 - beta >= _HALF_STEP.get(format.dtype, 0.0):
+        if 1 - beta >= format.half_step:
             continue
+        can_round = rounded_format(format, stochastic_rounding=True).stochastic
+        unbiased = "stochastic_rounding=True" if can_round else "torch.bfloat16 with stochastic_rounding=True"
         return (
             f"{key} in {format.dtype} is rounded to the nearest and stands still with a decay of {beta:.6g}: it loses "
             f"{1 - beta:.2g} of its value a step, and what is less than half the distance to the next number, up to "
-            f"{_HALF_STEP[format.dtype]:.2g}, is rounded away. Use {_UNBIASED[format.dtype]}, "
+            f"{format.half_step:.2g}, is rounded away. Use {unbiased}, "
             f"{key}_dtype=torch.uint8 or torch.float32, or a smaller beta."
         )
     return None

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fused_offload.kernels.formats import decode
+from fused_offload.kernels.formats import REMAINDER, Format, decode
 from fused_offload.params.dense import has_data, has_own_memory
 
 from .param_state import ParamState
@@ -20,8 +20,7 @@ def check_value(state: ParamState, key: str, value: Any, *, raw: bool = False) -
         state: stored state of a parameter.
         key: state key.
         value: a tensor of this rank's part.
-        raw: whether it may be 8-bit elements for 8-bit elements, which only mean something beside
-            their scales.
+        raw: whether it may be codes for codes, which only mean something beside their scales.
 
     Raises:
         KeyError: for a key that the optimizer does not keep.
@@ -34,17 +33,17 @@ def check_value(state: ParamState, key: str, value: Any, *, raw: bool = False) -
         raise TypeError(f"{key} should be a tensor, but got {type(value).__name__}")
     if value.shape != state.shape:
         raise ValueError(f"{key} should have shape {tuple(state.shape)}, but got {tuple(value.shape)}")
-    kept = state.views[key].dtype
-    if not (raw and kept == value.dtype == torch.uint8):
-        check_storable(key, kept, value, nonnegative=key in state.hooks.nonnegative)
+    format = state.formats[key]
+    if not (raw and format.is_coded and value.dtype == format.dtype):
+        check_storable(key, format, value, nonnegative=key in state.hooks.nonnegative)
 
 
-def check_storable(key: str, kept: torch.dtype, value: torch.Tensor, *, nonnegative: bool = False) -> None:
+def check_storable(key: str, format: Format, value: torch.Tensor, *, nonnegative: bool = False) -> None:
     """Refuses a tensor whose values would mean something else once stored.
 
     Args:
         key: state key.
-        kept: stored dtype.
+        format: its stored format.
         value: tensor of any shape.
         nonnegative: whether the key's values are averages of squares.
 
@@ -58,15 +57,15 @@ def check_storable(key: str, kept: torch.dtype, value: torch.Tensor, *, nonnegat
         raise TypeError(f"{key} should be a plain tensor, but got a {type(value).__name__}; dequantise it first")
     if not has_data(value):
         raise ValueError(f"{key} of shape {tuple(value.shape)} has lost its memory (its storage was resized or freed)")
-    gathered = kept == torch.int16 and value.dtype == torch.int32  # see torch_dcp.Wanted
-    if (kept == torch.int16) != (value.dtype == torch.int16 or gathered):
+    gathered = format.needs_param and value.dtype == torch.int32  # see torch_dcp.Wanted
+    if format.needs_param != (value.dtype == REMAINDER.dtype or gathered):
         raise TypeError(
-            f"{key} is kept as {kept}, but got {value.dtype}: a 16-bit remainder only means something beside the "
-            "parameter it was split from. Use store_param_remainders as when it was written."
+            f"{key} is kept as {format.dtype}, but got {value.dtype}: a 16-bit remainder only means something beside "
+            "the parameter it was split from. Use store_param_remainders as when it was written."
         )
-    if gathered and not torch.equal(value, value.to(torch.int16).to(torch.int32)):
-        raise ValueError(f"{key} is kept as torch.int16, but got torch.int32 values that do not fit")
-    if kept != torch.int16 and not value.dtype.is_floating_point:
+    if gathered and not torch.equal(value, value.to(format.dtype).to(value.dtype)):
+        raise ValueError(f"{key} is kept as {format.dtype}, but got {value.dtype} values that do not fit")
+    if not format.needs_param and not value.dtype.is_floating_point:
         raise TypeError(f"{key} should be a floating point tensor, but got {value.dtype}")
     if nonnegative and value.numel() and value.detach().min() < 0:
         raise ValueError(f"{key} holds negative values, so it is no average of squares; was it mixed up?")
@@ -91,9 +90,15 @@ def unscaled(state: ParamState, key: str) -> torch.Tensor:
         exact.
     """
     view = state.views[key]
-    if view.dtype in (torch.float32, torch.int16):
+    if view.dtype == state.formats[key].value_dtype:
         return view
     return view.float() if state.extent is None else state.shaped(decode(state.stored(key)))
+
+
+def stand_in(state: ParamState, key: str) -> torch.Tensor:
+    """A tensor with the shape, the dtype and the signs of one key's values, without decoding them."""
+    view, format = state.views[key], state.formats[key]
+    return torch.zeros((), dtype=format.value_dtype, device="cpu").expand(view.shape) if format.is_coded else view
 
 
 def write_unscaled(state: ParamState, key: str, value: torch.Tensor) -> None:
@@ -102,7 +107,7 @@ def write_unscaled(state: ParamState, key: str, value: torch.Tensor) -> None:
     if state.extent is None or same_memory(value, view):
         return
     value = _apart_from(value, view)
-    if view.dtype == torch.int16:
+    if state.formats[key].needs_param:
         view.copy_(value)
     else:
         write_values(state.stored(key), state.ordered(value))
@@ -120,7 +125,7 @@ def write_elements(state: ParamState, key: str, value: torch.Tensor) -> None:
     view = state.views[key]
     if state.extent is None or value is view or same_memory(value, view):
         return
-    format, value = state.format(key), _apart_from(value, view)
+    format, value = state.formats[key], _apart_from(value, view)
     if format.scaled and value.dtype != format.dtype:
         write_values(state.stored(key), state.ordered(value))
         return
@@ -131,7 +136,7 @@ def write_elements(state: ParamState, key: str, value: torch.Tensor) -> None:
             raise ValueError(
                 f"{key} has no scales yet, so raw {format.dtype} elements have no meaning here. Write float32 values."
             )
-        if value.dtype == torch.uint8 and value.any() and not torch.equal(value.to(view.device), view):
+        if format.is_coded and value.any() and not torch.equal(value.to(view.device), view):
             raise ValueError(
                 f"{key} is kept as bytes that mean something beside their scales only, which steps change. Bytes "
                 "other than those that are there cannot be written back: copy and write float32 values "

@@ -24,7 +24,7 @@ from fused_offload.params.dtensors import (
 from fused_offload.rules.arguments import checked_step
 from fused_offload.rules.base import MASTER_PARAM
 
-from .convert import check_storable, check_value, unscaled, write_elements, write_unscaled
+from .convert import check_storable, check_value, stand_in, unscaled, write_elements, write_unscaled
 from .param_state import ParamState, StateHooks
 from .storage import Extent
 
@@ -275,13 +275,13 @@ class StateEntry(dict[str, torch.Tensor]):
             return False
         if not isinstance(value, torch.Tensor) or value.shape == self.storage.shape:
             return False
-        format = self.storage.format(key)
+        format = self.storage.formats[key]
         if format.scaled and value.dtype == format.dtype:
             raise ValueError(
                 f"{key} is kept as {value.dtype} elements that mean something beside their scales only. Read and write "
                 "float32 values: get_unscaled_state(param, key)."
             )
-        check_storable(key, format.dtype, value, nonnegative=key in self._hooks.nonnegative)
+        check_storable(key, format, value, nonnegative=key in self._hooks.nonnegative)
         return True
 
     def take_reshaped(self) -> str | None:
@@ -325,7 +325,8 @@ class StateEntry(dict[str, torch.Tensor]):
         if keys and not self.storage.bound:
             self._hooks.initialize(self.param)
         for key in keys:
-            check_value(self.storage, key, other._reshaped.get(key, _unscaled_like(other.peek(key))))
+            value = other._reshaped[key] if key in other._reshaped else stand_in(other.storage, key)
+            check_value(self.storage, key, value)
         self._hooks.wait()
         self.reset()
         self.storage.unset_master()
@@ -366,8 +367,3 @@ class StateEntry(dict[str, torch.Tensor]):
         )
 
     __delitem__ = pop = popitem = clear = _refuse_removal
-
-
-def _unscaled_like(view: torch.Tensor) -> torch.Tensor:
-    """Stand-in for the values of stored elements where only their shape and dtype matter."""
-    return view if view.dtype != torch.uint8 else torch.zeros((), dtype=torch.float32, device="cpu").expand(view.shape)

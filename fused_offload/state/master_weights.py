@@ -25,7 +25,7 @@ def refresh_master(state: ParamState) -> None:
     param = state.ordered(local_of(state.param))
     for start in range(0, param.numel(), _COMPARED_ELEMENTS):
         part = param[start : start + _COMPARED_ELEMENTS].to(stored.data.device)
-        refresh = _refresh_remainders if stored.format.name == "remainder" else _refresh_values
+        refresh = _refresh_remainders if stored.format.needs_param else _refresh_values
         refresh(stored.narrow(start, part.numel()), part)
 
 

@@ -57,6 +57,7 @@ class ParamState:
         bound: whether the parameter got its storage.
         shape: the parameter's shape when it got its storage.
         strides: strides of the values: the parameter's at that time, but without gaps.
+        formats: stored format of each key, once there is storage.
         views: stored elements of each key, shaped like the parameter, in their stored dtype.
         initial: keys whose stored values are not authoritative yet: the next step takes zero, and
             for `MASTER_PARAM` the parameter. The rule's keys are in it together or not at all.
@@ -71,6 +72,7 @@ class ParamState:
         self.bound = False
         local = local_of(param)
         self.shape, self.strides = local.shape, dense_strides(local)
+        self.formats: dict[str, Format] = {}
         self.views: dict[str, torch.Tensor] = {}
         self.initial: frozenset[str] = frozenset()
 
@@ -78,7 +80,7 @@ class ParamState:
 
     def bind(self, extent: Extent | None, start: int, formats: dict[str, Format]) -> None:
         """Takes elements of ``extent`` from ``start``; None for a parameter without elements."""
-        self.extent, self.start, self.bound = extent, start, True
+        self.extent, self.start, self.bound, self.formats = extent, start, True, formats
         local = local_of(self.param)
         self.shape, self.strides = local.shape, dense_strides(local)
         self._make_initial({*formats, MASTER_PARAM})
@@ -134,11 +136,6 @@ class ParamState:
         assert self.extent is not None
         return self.extent.narrow(key, self.start, self.shape.numel())
 
-    def format(self, key: str) -> Format:
-        """Stored format of one key. There is storage."""
-        assert self.extent is not None
-        return self.extent.layout.formats[key]
-
     def shaped(self, values: torch.Tensor) -> torch.Tensor:
         """View of ``[numel]`` values in storage order, shaped like the parameter."""
         return values.as_strided(self.shape, self.strides)
@@ -170,7 +167,7 @@ class ParamState:
                 "and its master weights are still in the parameter. Bring the parameter back first."
             )
         stored = self.stored(MASTER_PARAM)
-        if stored.format.name == "remainder":
+        if stored.format.needs_param:
             stored.data.zero_()
         else:
             write_values(stored, self.ordered(local))
