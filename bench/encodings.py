@@ -28,7 +28,7 @@ from fused_offload.kernels.formats import (
     FP16_NONZERO,
     LOG8,
     ROOT8,
-    SCALE_BLOCK,
+    SCALE_GROUP,
     Format,
     Rounding,
     Stored,
@@ -77,9 +77,9 @@ def gradient_sets(recorded: Tensor) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(0)
     dead, rare, outliers = recorded.clone(), recorded.clone(), recorded.clone()
     dead[steps // 6 :, ::3] = 0
-    rows = torch.rand(steps, numel // SCALE_BLOCK, generator=random) < 0.01
-    rare.view(steps, -1, SCALE_BLOCK).mul_(rows[..., None])
-    outliers[:, SCALE_BLOCK // 2 :: SCALE_BLOCK] *= 1e4
+    rows = torch.rand(steps, numel // SCALE_GROUP, generator=random) < 0.01
+    rare.view(steps, -1, SCALE_GROUP).mul_(rows[..., None])
+    outliers[:, SCALE_GROUP // 2 :: SCALE_GROUP] *= 1e4
     return {"recorded": recorded, "every third dies": dead, "rows rarely seen": rare, "outliers": outliers}
 
 
@@ -159,7 +159,7 @@ class StoredFormat:
     def __call__(self, values: Tensor, step: int) -> Tensor:
         """Values after encoding and decoding."""
         numel = values.numel()
-        scale = torch.empty(numel // SCALE_BLOCK) if self._format.scaled else None
+        scale = torch.empty(numel // SCALE_GROUP) if self._format.scaled else None
         stored = Stored(self._format, torch.empty(numel, dtype=self._format.dtype), scale)
         random = rounding_thresholds(Rounding(0, step, 0), numel, _CPU) if self._format.stochastic else None
         encode_(stored, values, None if random is None else random[self._moment])
@@ -178,7 +178,7 @@ class Table:
     """
 
     def __init__(
-        self, grid: Tensor, *, block: int = SCALE_BLOCK, rounding: str = "nearest", keep_nonzero: bool = False
+        self, grid: Tensor, *, block: int = SCALE_GROUP, rounding: str = "nearest", keep_nonzero: bool = False
     ) -> None:
         self._grid = grid.double()
         self._block, self._rounding, self._keep_nonzero = block, rounding, keep_nonzero

@@ -17,7 +17,7 @@ from scale import Scale
 
 from fused_offload.kernels.adam import launch as adam
 from fused_offload.kernels.adam.reference import AdamState, adam_scalars
-from fused_offload.kernels.formats import SCALE_BLOCK, Format, Stored, rounding_counter
+from fused_offload.kernels.formats import SCALE_GROUP, Format, Stored, rounding_counter
 from fused_offload.kernels.launch import programs_of
 from fused_offload.state.layout import align
 
@@ -57,7 +57,7 @@ def resident_state(format: StoredFormat, numel: int, device: torch.device) -> Ad
     """State of ``numel`` elements, not yet set."""
 
     def stored(key_format: Format) -> Stored:
-        scale = torch.ones(numel // SCALE_BLOCK, device=device) if key_format.scaled else None
+        scale = torch.ones(numel // SCALE_GROUP, device=device) if key_format.scaled else None
         return Stored(key_format, torch.zeros(numel, dtype=key_format.dtype, device=device), scale)
 
     return AdamState(stored(format.exp_avg), stored(format.exp_avg_sq), stored(format.master_param))

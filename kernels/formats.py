@@ -13,7 +13,7 @@ import torch
 Whole = TypeVar("Whole", int, np.ndarray)
 """A whole number, or an int64 array of them."""
 
-SCALE_BLOCK = 128
+SCALE_GROUP = 128
 """Elements that share one scale. Segments start at multiples of it, so no chunking ever splits a scale block."""
 
 _FP16_TOP_EXPONENT = 14  # a block's largest magnitude, rounded to fp16, lands in [2^14, 2^15): below fp16's 65504
@@ -39,7 +39,7 @@ class Format(NamedTuple):
     Attributes:
         name: name in the kernel, a compile-time constant there.
         dtype: dtype of the stored elements.
-        scaled: each group of `SCALE_BLOCK` elements has 32 bits beside it, its scale.
+        scaled: each group of `SCALE_GROUP` elements has 32 bits beside it, its scale.
         keep_nonzero: a positive value never becomes zero. Set for second moments:
             ``exp_avg_sq == 0`` with ``exp_avg != 0`` would make the update ``exp_avg / eps``.
         stochastic: a step rounds to either neighbour, to the nearer one more often, so that nothing
@@ -75,8 +75,8 @@ class Format(NamedTuple):
         return self.dtype.itemsize
 
     def stored_bytes(self, numel: int) -> int:
-        """Bytes that ``numel`` elements take, scales included; ``numel`` is a multiple of `SCALE_BLOCK`."""
-        return numel * self.element_bytes + (numel // SCALE_BLOCK * 4 if self.scaled else 0)
+        """Bytes that ``numel`` elements take, scales included; ``numel`` is a multiple of `SCALE_GROUP`."""
+        return numel * self.element_bytes + (numel // SCALE_GROUP * 4 if self.scaled else 0)
 
 
 FP32 = Format("fp32", torch.float32)
@@ -107,7 +107,7 @@ class Stored(NamedTuple):
     Attributes:
         format: how the elements are stored.
         data: ``[numel]`` of ``format.dtype``, contiguous.
-        scale: ``[ceil(numel / SCALE_BLOCK)]`` float32 if ``format.scaled``, else None.
+        scale: ``[ceil(numel / SCALE_GROUP)]`` float32 if ``format.scaled``, else None.
     """
 
     format: Format
@@ -115,11 +115,11 @@ class Stored(NamedTuple):
     scale: torch.Tensor | None = None
 
     def narrow(self, start: int, numel: int) -> Stored:
-        """Elements ``[start, start + numel)``; ``start`` is a multiple of `SCALE_BLOCK`."""
+        """Elements ``[start, start + numel)``; ``start`` is a multiple of `SCALE_GROUP`."""
         scale = self.scale
         if scale is not None:
-            first = start // SCALE_BLOCK
-            scale = scale[first : first + -(-numel // SCALE_BLOCK)]
+            first = start // SCALE_GROUP
+            scale = scale[first : first + -(-numel // SCALE_GROUP)]
         return Stored(self.format, self.data[start : start + numel], scale)
 
 
@@ -270,16 +270,16 @@ def _encode_rows(
 def _encode_scaled_(stored: Stored, values: torch.Tensor, thresholds: torch.Tensor | None) -> None:
     assert stored.scale is not None
     numel = values.numel()
-    whole = numel // SCALE_BLOCK * SCALE_BLOCK
+    whole = numel // SCALE_GROUP * SCALE_GROUP
     parts = [(0, whole), (whole, numel)] if whole < numel else [(0, whole)]
     for start, stop in parts:
         if start == stop:
             continue
-        shape = (-1, min(SCALE_BLOCK, stop - start))
+        shape = (-1, min(SCALE_GROUP, stop - start))
         taken: torch.Tensor | int = _NEAREST if thresholds is None else thresholds[start:stop].view(shape)
         elements, scale = _encode_rows(stored.format, values[start:stop].view(shape), taken)
         stored.data[start:stop].copy_(elements.view(-1))
-        stored.scale[start // SCALE_BLOCK : -(-stop // SCALE_BLOCK)].copy_(scale)
+        stored.scale[start // SCALE_GROUP : -(-stop // SCALE_GROUP)].copy_(scale)
 
 
 def _round_to_bf16(values: torch.Tensor, thresholds: torch.Tensor) -> torch.Tensor:
@@ -336,13 +336,13 @@ def decode(stored: Stored, out: torch.Tensor | None = None) -> torch.Tensor:
     out = torch.empty(stored.data.shape, dtype=torch.float32, device=stored.data.device) if out is None else out
     if stored.format.name == "log8":
         assert stored.scale is not None
-        scale = stored.scale.repeat_interleave(SCALE_BLOCK)[: out.numel()]
+        scale = stored.scale.repeat_interleave(SCALE_GROUP)[: out.numel()]
         return out.copy_(_decode_log8(stored.data, scale))
     out.copy_(_decode_root8(stored.data) if stored.format.name == "root8" else stored.data)
     if stored.scale is not None:
-        whole = out.numel() // SCALE_BLOCK * SCALE_BLOCK
-        blocks = whole // SCALE_BLOCK
-        out[:whole].view(-1, SCALE_BLOCK).mul_(stored.scale[:blocks, None])
+        whole = out.numel() // SCALE_GROUP * SCALE_GROUP
+        blocks = whole // SCALE_GROUP
+        out[:whole].view(-1, SCALE_GROUP).mul_(stored.scale[:blocks, None])
         out[whole:].mul_(stored.scale[blocks:])
     return out
 

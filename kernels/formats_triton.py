@@ -1,7 +1,7 @@
 """Loads and stores of each stored format as Triton helpers; ``formats.py`` specifies them.
 
-bf16 is handled as int16 bits and rounded with integer arithmetic everywhere, so that the same code gives the same bits
-on every GPU and in Triton's interpreter (which truncates a plain float32 -> bfloat16 conversion).
+bf16 is handled as int16 bits and rounded with integer arithmetic everywhere. So the same code gives
+the same bits on every GPU and in Triton's interpreter, which truncates float32 -> bfloat16.
 """
 
 import triton
@@ -16,7 +16,7 @@ def bf16_to_fp32(bits):
 
 @triton.jit
 def fp32_to_bf16(values):
-    """Int16 bf16 bits of float32 values, rounded to the nearest even; every NaN becomes 0x7FC0, as in torch."""
+    """Int16 bf16 bits of float32 values, rounded to the nearest even; NaN is 0x7FC0, as in torch."""
     bits = values.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(values != values, 0x7FC0, rounded).to(tl.int16)
@@ -31,7 +31,7 @@ def join_remainder(param_bits, remainder):
 
 @triton.jit
 def split_remainder(master):
-    """Int16 bf16 bits and int16 remainder of a float32 master; `formats.split_remainder_` is the specification."""
+    """Int16 bf16 bits and int16 remainder of a float32 master, as `formats.split_remainder_`."""
     bits = tl.where(master != master, 0x7FC00000, master.to(tl.int32, bitcast=True))
     remainder = bits.to(tl.int16)
     return ((bits >> 16) + (remainder < 0).to(tl.int32)).to(tl.int16), remainder
@@ -57,7 +57,7 @@ def store_raw(ptr, offsets, values, mask, MASKED: tl.constexpr):
 
 @triton.jit
 def load_fp32(ptr, offsets, mask, FORMAT: tl.constexpr, MASKED: tl.constexpr):
-    """Unscaled elements of a dtype (``"fp32"``, ``"bf16"`` as int16, ``"fp16"``) as float32, exactly."""
+    """Elements of ``"fp32"``, ``"bf16"`` (as int16) or ``"fp16"`` as float32, exactly."""
     raw = load_raw(ptr, offsets, mask, MASKED)
     if FORMAT == "bf16":
         return bf16_to_fp32(raw)
@@ -67,7 +67,7 @@ def load_fp32(ptr, offsets, mask, FORMAT: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def store_fp32(ptr, offsets, values, mask, FORMAT: tl.constexpr, MASKED: tl.constexpr):
-    """Float32 values rounded to the nearest even of a dtype."""
+    """Writes float32 values, rounded to the nearest even of a dtype."""
     if FORMAT == "bf16":
         store_raw(ptr, offsets, fp32_to_bf16(values), mask, MASKED)
     elif FORMAT == "fp16":
@@ -87,9 +87,9 @@ def _mix(bits):
 
 @triton.jit
 def rounding_thresholds(counter, lane, seed, step):
-    """Thresholds of the first and of the second moment, uint32; `formats.rounding_thresholds` is the specification.
+    """Thresholds of the first and the second moment, uint32, as `formats.rounding_thresholds`.
 
-    ``counter`` is that of lane 0, int64; ``seed`` and ``step`` are not negative and below 2^31.
+    ``counter`` is that of lane 0, int64. ``seed`` and ``step`` are not negative and below 2^31.
     """
     step = step.to(tl.uint32)
     own = _mix((counter >> 40).to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32))
@@ -110,7 +110,7 @@ def _fp32_to_bf16_stochastic(values, threshold):
 @triton.jit
 def _root8_units(code):
     """Magnitudes of codes, in units of the scale."""
-    square = (code * code).to(tl.float32) * 6.200012e-05  # 127^-2 in float32, by which 127 is exactly 1
+    square = (code * code).to(tl.float32) * 6.200012e-05  # 127^-2, of which code 127 is exactly 1
     return square * square
 
 
@@ -129,10 +129,11 @@ def _store_root8(rows, exists, threshold):
     magnitude = tl.abs(rows)
     finite = magnitude < float("inf")
     magnitude = tl.where(finite & exists, magnitude, 0.0)
-    # Bits, since the hardware has a maximum of integers over a warp.
+    # As integers, of which the hardware computes the maximum over a warp.
     scale = tl.max(magnitude.to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
-    # One division for a block: those of elements would be what the kernel does most of the time. It is of numbers far
-    # from subnormal ones, and so is its result: old releases of Triton flush those to zero.
+    # One division per scale group: one per element would take most of the kernel's time. Its
+    # operands and result are kept far from subnormal numbers, which old releases of Triton flush to
+    # zero.
     lift = tl.where(scale < 8.673617379884035e-19, 18446744073709551616.0, 1.0)  # 2^-60 and 2^64
     lift = tl.where(scale > 1152921504606846976.0, 5.421010862427522e-20, lift)  # 2^60 and 2^-64
     divisor = tl.where(scale > 0.0, scale * lift, 1.0)
@@ -179,7 +180,7 @@ def _store_log8(rows, exists, threshold):
     first_shift = tl.broadcast_to(shift[:, None], bits.shape)
     index = (bits + (threshold >> (32 - first_shift).to(tl.uint32)).to(tl.int32)) >> first_shift
     rounded = tl.minimum(tl.maximum(index, below[:, None] + 1), largest[:, None]) << first_shift
-    # Once more: what was rounded may fit a finer window, and has to encode to the same bits again.
+    # Once more: rounded values may fit a finer range, and must encode to the same bits again.
     highest = tl.max(tl.where(positive, rounded, 0), axis=1)
     shift = _log8_shift(highest, tl.min(tl.where(positive, rounded, 0x7F7FFFFF), axis=1))
     below = tl.maximum((highest >> shift) - 253, 0)
@@ -195,13 +196,13 @@ def load_state(
 ):
     """Stored state as float32, exactly.
 
-    ``offsets`` are ``start + arange(BLOCK)``, ``start`` is a multiple of the scale block, ``mask`` is true for the
-    first ``numel`` of them.
+    ``offsets`` are ``start + arange(BLOCK)``. ``start`` is a multiple of the scale group, and
+    ``mask`` is true for the first ``numel`` offsets.
     """
     if (FORMAT == "fp16" or FORMAT == "root8") or FORMAT == "log8":
         rows: tl.constexpr = BLOCK // 128
         row = tl.arange(0, rows)
-        # Scales past the last element belong to another segment or to nobody.
+        # Scales past the last element belong to another segment, or to none.
         scale = tl.load(scale_ptr + start // 128 + row, mask=row * 128 < numel, other=0.0)
         raw = tl.reshape(load_raw(ptr, offsets, mask, MASKED), (rows, 128))
         if FORMAT == "log8":
@@ -232,17 +233,17 @@ def store_state(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Float32 values in their stored format; `formats.encode_` is the specification.
+    """Writes float32 values in their stored format, as `formats.encode_`.
 
     ``threshold`` is uint32 where the format is stochastic and unused otherwise.
     """
     if FORMAT == "fp16":
         rows: tl.constexpr = BLOCK // 128
         magnitude = tl.abs(values)
-        # Padding, infinities and NaNs have no say in the scale of their neighbours.
+        # Padding, infinities and NaNs do not count for the scale.
         magnitude = tl.where(mask & (magnitude < float("inf")), magnitude, 0.0)
         absmax = tl.max(tl.reshape(magnitude, (rows, 128)), axis=1)
-        # Half an fp16 ulp more, so that the scale is that of the rounded maximum.
+        # Half a unit in the last place of fp16 more: the scale is that of the rounded maximum.
         exponent = tl.maximum(((absmax.to(tl.int32, bitcast=True) + 0x1000) >> 23) - 14, 1)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -255,18 +256,18 @@ def store_state(
         row = tl.arange(0, rows)
         tl.store(scale_ptr + start // 128 + row, scale, mask=row * 128 < numel)
     elif FORMAT == "root8" or FORMAT == "log8":
-        blocks: tl.constexpr = BLOCK // 128
-        shaped = tl.reshape(values, (blocks, 128))
-        exists = tl.reshape(mask, (blocks, 128))
-        thresholds = tl.reshape(threshold, (blocks, 128))
+        groups: tl.constexpr = BLOCK // 128
+        shaped = tl.reshape(values, (groups, 128))
+        exists = tl.reshape(mask, (groups, 128))
+        thresholds = tl.reshape(threshold, (groups, 128))
         if FORMAT == "root8":
-            elements, block_scale = _store_root8(shaped, exists, thresholds)
+            elements, scale = _store_root8(shaped, exists, thresholds)
         else:
             elements, scale_bits = _store_log8(shaped, exists, thresholds)
-            block_scale = scale_bits.to(tl.float32, bitcast=True)
+            scale = scale_bits.to(tl.float32, bitcast=True)
         store_raw(ptr, offsets, tl.reshape(elements, (BLOCK,)), mask, MASKED)
-        block = tl.arange(0, blocks)
-        tl.store(scale_ptr + start // 128 + block, block_scale, mask=block * 128 < numel)
+        group = tl.arange(0, groups)
+        tl.store(scale_ptr + start // 128 + group, scale, mask=group * 128 < numel)
     elif FORMAT == "bf16_stochastic":
         store_raw(ptr, offsets, _fp32_to_bf16_stochastic(values, threshold), mask, MASKED)
     else:
@@ -290,8 +291,8 @@ def load_params(
 ):
     """Parameters and master weights of a kernel block, float32.
 
-    ``lane`` is ``arange(BLOCK)``; the state of lane 0 is at ``start``. A float32 parameter is its own master, and so is
-    every parameter with ``MASTER == "none"`` or ``INIT_MASTER``.
+    ``lane`` is ``arange(BLOCK)``; the state of lane 0 is at ``start``. A float32 parameter is its
+    own master, and so is every parameter with ``MASTER == "none"`` or ``INIT_MASTER``.
     """
     raw = load_raw(param_ptr, lane, mask, MASKED)
     if PARAM == "bf16":
@@ -323,10 +324,10 @@ def store_params(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Float32 master weights ``p`` of a kernel block, and the parameters, which are rounded from ``p_model``.
+    """Writes master weights ``p`` of a kernel block, and parameters rounded from ``p_model``.
 
-    Both are the same but in a skipped step: a rounded master need not round to the parameter beside it. Remainder and
-    parameter both come from ``p``.
+    Both are float32, and the same but in a skipped step: a rounded master need not round to the
+    parameter beside it. Remainder and parameter both come from ``p``.
     """
     if MASTER == "remainder":
         bits, remainder = split_remainder(p)

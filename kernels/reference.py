@@ -15,7 +15,7 @@ import torch
 from .formats import Stored, decode, encode_, join_remainder, split_remainder_
 
 BLOCK_NUMEL = 128 * 1024
-"""Elements updated at a time, a multiple of `SCALE_BLOCK`: small enough for the scratch to stay in cache, large enough
+"""Elements updated at a time, a multiple of `SCALE_GROUP`: small enough for the scratch to stay in cache, large enough
 for torch to spread each operation over several cores (measured: 4 times fewer elements take 1.9 times as long)."""
 
 _BELOW_FP32 = (1 << 28) - 1  # bits of a float64 that are zero half way between two float32, and in these themselves

@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from fused_offload.kernels import formats
 from fused_offload.kernels.adam import launch as adam
 from fused_offload.kernels.adam.reference import AdamState, adam_scalars
-from fused_offload.kernels.formats import SCALE_BLOCK, Format, Stored
+from fused_offload.kernels.formats import SCALE_GROUP, Format, Stored
 from fused_offload.kernels.launch import TABLE_COLUMNS, LaunchKind, ScalerSignals
 from fused_offload.kernels.lion import launch as lion
 from fused_offload.kernels.lion.reference import LionState, lion_scalars
@@ -66,7 +66,7 @@ def compile_step(
     """PTX of one step of bfloat16 parameters."""
 
     def stored(format: Format) -> Stored:
-        return Stored(format, torch.empty(SCALE_BLOCK, dtype=format.dtype), torch.empty(1) if format.scaled else None)
+        return Stored(format, torch.empty(SCALE_GROUP, dtype=format.dtype), torch.empty(1) if format.scaled else None)
 
     kind = LaunchKind(torch.bfloat16, torch.bfloat16, max_programs=max_programs)
     table = torch.empty(1, TABLE_COLUMNS, dtype=torch.int64)

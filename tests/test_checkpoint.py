@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.adam.reference import AdamState, adam_scalars, adam_step_
-from fused_offload.kernels.formats import FP16, SCALE_BLOCK, Format, Stored, decode, encode_
+from fused_offload.kernels.formats import FP16, SCALE_GROUP, Format, Stored, decode, encode_
 from fused_offload.rules.adam_arguments import EXP_AVG_SQ_FORMATS
 from fused_offload.rules.arguments import EXP_AVG_FORMATS
 from fused_offload.state.entry import StateEntry
@@ -139,7 +139,7 @@ def through_file(state_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
 def rounded(values: torch.Tensor, format: Format) -> torch.Tensor:
     """Values as a block-scaled format keeps them."""
     values = values.detach().cpu().flatten()
-    scale = torch.empty(-(-values.numel() // SCALE_BLOCK))
+    scale = torch.empty(-(-values.numel() // SCALE_GROUP))
     stored = Stored(format, torch.empty(values.shape, dtype=format.dtype), scale)
     encode_(stored, values)
     return decode(stored)

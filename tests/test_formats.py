@@ -15,7 +15,7 @@ from fused_offload.kernels.formats import (
     LOG8,
     REMAINDER,
     ROOT8,
-    SCALE_BLOCK,
+    SCALE_GROUP,
     Format,
     Rounding,
     Stored,
@@ -42,7 +42,7 @@ STOCHASTIC = pytest.mark.parametrize("format", [BF16_STOCHASTIC, ROOT8, LOG8], i
 def empty(format: Format, numel: int) -> Stored:
     # Sentinels, not zeros: an element or a scale that nobody writes must show.
     data = torch.full((numel,), 77, dtype=format.dtype)
-    return Stored(format, data, torch.full((-(-numel // SCALE_BLOCK),), 77.0) if format.scaled else None)
+    return Stored(format, data, torch.full((-(-numel // SCALE_GROUP),), 77.0) if format.scaled else None)
 
 
 def encoded(format: Format, values: torch.Tensor, thresholds: torch.Tensor | None = None) -> Stored:
@@ -119,12 +119,12 @@ def test_fp32_keeps_every_bit() -> None:
 
 @SCALED
 def test_scales_put_the_largest_magnitude_below_2_to_the_15(format: Format) -> None:
-    values = wide_values(300 * SCALE_BLOCK)
+    values = wide_values(300 * SCALE_GROUP)
     stored = encoded(format, values)
     assert stored.scale is not None
     mantissas, _ = np.frexp(stored.scale.numpy())
     assert (mantissas == 0.5).all()
-    top = stored.data.view(-1, SCALE_BLOCK).float().abs().amax(dim=1)
+    top = stored.data.view(-1, SCALE_GROUP).float().abs().amax(dim=1)
     at_the_floor = stored.scale == 2.0**-126
     assert ((top >= 2.0**14) | at_the_floor).all()
     assert (top < 2.0**15).all()
@@ -133,13 +133,13 @@ def test_scales_put_the_largest_magnitude_below_2_to_the_15(format: Format) -> N
 
 @SCALED
 def test_scaled_elements_are_rounded_to_the_nearest_even(format: Format) -> None:
-    values = wide_values(300 * SCALE_BLOCK).abs()
+    values = wide_values(300 * SCALE_GROUP).abs()
     # Ties between neighbouring fp16 numbers, in blocks whose scale is 1.
-    values[:SCALE_BLOCK] = 2.0**14 + 8 * torch.arange(SCALE_BLOCK)
+    values[:SCALE_GROUP] = 2.0**14 + 8 * torch.arange(SCALE_GROUP)
     stored = encoded(format, values)
     assert stored.scale is not None
     # numpy rounds float64 to float16 correctly, and dividing by a power of two is exact in float64.
-    quotient = values.double().numpy() / stored.scale.double().repeat_interleave(SCALE_BLOCK).numpy()
+    quotient = values.double().numpy() / stored.scale.double().repeat_interleave(SCALE_GROUP).numpy()
     expected = quotient.astype(np.float16)
     if format.keep_nonzero:
         expected[(expected == 0) & (quotient > 0)] = 2.0**-24
@@ -149,7 +149,7 @@ def test_scaled_elements_are_rounded_to_the_nearest_even(format: Format) -> None
 @SCALED
 def test_error_within_a_block_of_huge_range(format: Format) -> None:
     # 22 decades in one block: relative error while the value is a normal fp16 number, absolute error below.
-    values = torch.logspace(-20, 2, SCALE_BLOCK)
+    values = torch.logspace(-20, 2, SCALE_GROUP)
     stored = encoded(format, values)
     assert stored.scale is not None
     step = stored.scale[0].double() * 2.0**-24  # smallest fp16 number in units of the values
@@ -160,7 +160,7 @@ def test_error_within_a_block_of_huge_range(format: Format) -> None:
 
 
 def test_positive_second_moments_never_become_zero() -> None:
-    values = torch.logspace(-44, 4, SCALE_BLOCK)
+    values = torch.logspace(-44, 4, SCALE_GROUP)
     assert (values > 0).all()
     assert (decode(encoded(FP16_NONZERO, values)) > 0).all()
     # Without the rule they do, so the values above are small enough to need it.
@@ -168,15 +168,15 @@ def test_positive_second_moments_never_become_zero() -> None:
 
 
 def test_zero_second_moments_stay_zero() -> None:
-    values = torch.zeros(2 * SCALE_BLOCK)
-    values[SCALE_BLOCK] = 1e4
+    values = torch.zeros(2 * SCALE_GROUP)
+    values[SCALE_GROUP] = 1e4
     assert torch.equal(decode(encoded(FP16_NONZERO, values)), values)
 
 
 @SCALED
 def test_blocks_of_zeros_and_subnormals_have_the_smallest_scale(format: Format) -> None:
     # The scale stops at the smallest normal number, whose reciprocal is exact; there fp16 holds all that is left.
-    values = torch.cat([torch.zeros(SCALE_BLOCK), torch.arange(SCALE_BLOCK).float() * 2.0**-149])
+    values = torch.cat([torch.zeros(SCALE_GROUP), torch.arange(SCALE_GROUP).float() * 2.0**-149])
     stored = encoded(format, values)
     assert stored.scale is not None
     assert stored.scale.tolist() == [2.0**-126, 2.0**-126]
@@ -185,7 +185,7 @@ def test_blocks_of_zeros_and_subnormals_have_the_smallest_scale(format: Format) 
 
 @ALL_FORMATS
 def test_encoding_what_was_decoded_gives_the_same_bits(format: Format) -> None:
-    values = wide_values(2000 * SCALE_BLOCK + 17)
+    values = wide_values(2000 * SCALE_GROUP + 17)
     values = values.abs() if format.name == "log8" else values
     stored = encoded(format, values)
     assert_same_bits(encoded(format, decode(stored)), stored)
@@ -198,7 +198,7 @@ def test_maxima_that_round_up_to_a_power_of_two_encode_to_the_same_bits(format: 
     tie = torch.tensor([2.0 - 2.0**-11], dtype=torch.float32)
     for nudge in (-1, 0, 1):
         maximum = (bits(tie) + nudge).view(torch.float32)
-        small = torch.arange(1, SCALE_BLOCK, dtype=torch.float32) * 2.0**-38
+        small = torch.arange(1, SCALE_GROUP, dtype=torch.float32) * 2.0**-38
         stored = encoded(format, torch.cat([maximum, small]))
         assert_same_bits(encoded(format, decode(stored)), stored)
 
@@ -207,13 +207,13 @@ def test_maxima_that_round_up_to_a_power_of_two_encode_to_the_same_bits(format: 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("magnitude", [1.0, 1e-20, 1e-38])
 def test_infinities_and_nans_cost_their_neighbours_nothing(format: Format, value: float, magnitude: float) -> None:
-    values = (torch.rand(2 * SCALE_BLOCK) + 1e-3) * magnitude
+    values = (torch.rand(2 * SCALE_GROUP) + 1e-3) * magnitude
     clean = encoded(format, values)
     values[5] = value
-    values[SCALE_BLOCK + 127] = value
+    values[SCALE_GROUP + 127] = value
     spoilt = encoded(format, values)
     hit = torch.zeros(values.numel(), dtype=torch.bool)
-    hit[[5, SCALE_BLOCK + 127]] = True
+    hit[[5, SCALE_GROUP + 127]] = True
     assert torch.equal(decode(spoilt)[hit].nan_to_num(1.0, 2.0, 3.0), values[hit].nan_to_num(1.0, 2.0, 3.0))
     # The spoilt elements were not the largest of their blocks, so the scales, and all other values, are as before.
     assert torch.equal(bits(spoilt.data)[~hit], bits(clean.data)[~hit])
@@ -238,7 +238,7 @@ def test_a_gpu_encodes_and_decodes_the_same_bits(format: Format) -> None:
 @ALL_FORMATS
 @pytest.mark.parametrize("numel", [1, 127, 128, 129, 255, 3 * 128 + 17])
 def test_partial_last_block(format: Format, numel: int) -> None:
-    whole = -(-numel // SCALE_BLOCK) * SCALE_BLOCK
+    whole = -(-numel // SCALE_GROUP) * SCALE_GROUP
     values = torch.zeros(whole)
     values[:numel] = wide_values(numel, seed=numel).abs()
     stored, padded = encoded(format, values[:numel]), encoded(format, values)
@@ -248,29 +248,29 @@ def test_partial_last_block(format: Format, numel: int) -> None:
 
 @ALL_FORMATS
 def test_a_narrowed_run_is_the_same_memory(format: Format) -> None:
-    stored = encoded(format, wide_values(5 * SCALE_BLOCK).abs())
-    middle = stored.narrow(2 * SCALE_BLOCK, SCALE_BLOCK + 9)
-    assert torch.equal(decode(middle), decode(stored)[2 * SCALE_BLOCK : 3 * SCALE_BLOCK + 9])
+    stored = encoded(format, wide_values(5 * SCALE_GROUP).abs())
+    middle = stored.narrow(2 * SCALE_GROUP, SCALE_GROUP + 9)
+    assert torch.equal(decode(middle), decode(stored)[2 * SCALE_GROUP : 3 * SCALE_GROUP + 9])
     before = decode(stored)
-    encode_(middle, torch.full((SCALE_BLOCK + 9,), 0.5))
+    encode_(middle, torch.full((SCALE_GROUP + 9,), 0.5))
     after = decode(stored)
-    assert (after[2 * SCALE_BLOCK : 3 * SCALE_BLOCK + 9] == 0.5).all()
-    assert torch.equal(after[: 2 * SCALE_BLOCK], before[: 2 * SCALE_BLOCK])
-    assert torch.equal(after[4 * SCALE_BLOCK :], before[4 * SCALE_BLOCK :])
+    assert (after[2 * SCALE_GROUP : 3 * SCALE_GROUP + 9] == 0.5).all()
+    assert torch.equal(after[: 2 * SCALE_GROUP], before[: 2 * SCALE_GROUP])
+    assert torch.equal(after[4 * SCALE_GROUP :], before[4 * SCALE_GROUP :])
 
 
 def test_narrowing_twice_adds_up() -> None:
-    stored = encoded(FP16, wide_values(6 * SCALE_BLOCK))
-    twice = stored.narrow(SCALE_BLOCK, 4 * SCALE_BLOCK).narrow(2 * SCALE_BLOCK, SCALE_BLOCK + 1)
-    once = stored.narrow(3 * SCALE_BLOCK, SCALE_BLOCK + 1)
+    stored = encoded(FP16, wide_values(6 * SCALE_GROUP))
+    twice = stored.narrow(SCALE_GROUP, 4 * SCALE_GROUP).narrow(2 * SCALE_GROUP, SCALE_GROUP + 1)
+    once = stored.narrow(3 * SCALE_GROUP, SCALE_GROUP + 1)
     assert_same_bits(twice, once)
     assert once.scale is not None
     assert once.scale.numel() == 2
 
 
 def test_decode_writes_where_it_is_told() -> None:
-    stored = encoded(FP16, wide_values(SCALE_BLOCK + 3))
-    out = torch.full((SCALE_BLOCK + 3,), 9.0)
+    stored = encoded(FP16, wide_values(SCALE_GROUP + 3))
+    out = torch.full((SCALE_GROUP + 3,), 9.0)
     assert decode(stored, out) is out
     assert torch.equal(out, decode(stored))
 
@@ -295,12 +295,12 @@ def narrow_values(format: Format, numel: int, seed: int = 0) -> torch.Tensor:
 
 @STOCHASTIC
 def test_stochastic_rounding_is_right_on_average(format: Format) -> None:
-    values, trials = narrow_values(format, SCALE_BLOCK), 4000
+    values, trials = narrow_values(format, SCALE_GROUP), 4000
     repeated = values.repeat(trials)
     kept = decode(encoded(format, repeated, thresholds(repeated.numel(), seed=5))).double()
-    error = (kept - repeated).view(trials, SCALE_BLOCK)
+    error = (kept - repeated).view(trials, SCALE_GROUP)
     deviation = error.mean(dim=0).abs() / (error.square().mean(dim=0) / trials + 1e-30).sqrt()
-    assert (deviation > 0.1).sum() > SCALE_BLOCK / 2  # there is something to round
+    assert (deviation > 0.1).sum() > SCALE_GROUP / 2  # there is something to round
     assert deviation.max() < 5
 
 
@@ -316,7 +316,7 @@ def test_nan_stays_nan_whatever_the_threshold() -> None:
 @STOCHASTIC
 @pytest.mark.parametrize("kind", ["narrow", "wide", "bit patterns"])
 def test_what_is_on_the_grid_stays_whatever_the_threshold(format: Format, kind: str) -> None:
-    numel = 300 * SCALE_BLOCK + 17
+    numel = 300 * SCALE_GROUP + 17
     values = {"narrow": narrow_values(format, numel), "wide": wide_values(numel), "bit patterns": random_fp32(numel)}[
         kind
     ]
@@ -329,22 +329,22 @@ def test_what_is_on_the_grid_stays_whatever_the_threshold(format: Format, kind: 
 
 
 def test_root8_keeps_the_largest_magnitude_and_rounds_the_others_to_the_nearest() -> None:
-    values = narrow_values(ROOT8, 300 * SCALE_BLOCK)
+    values = narrow_values(ROOT8, 300 * SCALE_GROUP)
     stored = encoded(ROOT8, values)
     assert stored.scale is not None
-    largest = values.view(-1, SCALE_BLOCK).abs().amax(dim=1)
+    largest = values.view(-1, SCALE_GROUP).abs().amax(dim=1)
     assert torch.equal(stored.scale, largest)
     grid = torch.arange(128, dtype=torch.float64).div(127) ** 4
-    quotient = values.double().abs().view(-1, SCALE_BLOCK) / largest.double()[:, None]
+    quotient = values.double().abs().view(-1, SCALE_GROUP) / largest.double()[:, None]
     best = (quotient[..., None] - grid).abs().amin(dim=-1)
-    kept = decode(stored).double().view(-1, SCALE_BLOCK)
-    error = (kept - values.double().view(-1, SCALE_BLOCK)).abs() / largest.double()[:, None]
+    kept = decode(stored).double().view(-1, SCALE_GROUP)
+    error = (kept - values.double().view(-1, SCALE_GROUP)).abs() / largest.double()[:, None]
     assert ((error - best).abs() <= 2.0**-16 * (4 / 127) + 1e-7).all()
-    assert (kept * values.view(-1, SCALE_BLOCK) >= 0).all()
+    assert (kept * values.view(-1, SCALE_GROUP) >= 0).all()
 
 
 def test_log8_steps_are_an_eighth_over_32_binary_orders() -> None:
-    values = torch.exp2(torch.linspace(-31.4, 0, 100 * SCALE_BLOCK)).view(SCALE_BLOCK, 100).t().flatten()
+    values = torch.exp2(torch.linspace(-31.4, 0, 100 * SCALE_GROUP)).view(SCALE_GROUP, 100).t().flatten()
     stored = encoded(LOG8, values)
     assert stored.scale is not None
     assert set((bits(stored.scale) & 31).tolist()) == {20}
@@ -354,7 +354,7 @@ def test_log8_steps_are_an_eighth_over_32_binary_orders() -> None:
 
 @pytest.mark.parametrize(("shift", "orders"), [(20, 30.0), (19, 15.0), (18, 7.5), (17, 3.7), (16, 1.9)])
 def test_log8_takes_the_finest_grid_that_reaches_the_smallest_value(shift: int, orders: float) -> None:
-    values = torch.exp2(torch.linspace(-orders, 0, SCALE_BLOCK)) * 3e-7
+    values = torch.exp2(torch.linspace(-orders, 0, SCALE_GROUP)) * 3e-7
     stored = encoded(LOG8, values)
     assert stored.scale is not None
     assert int(bits(stored.scale) & 31) == shift
@@ -374,9 +374,9 @@ def test_log8_grids_hold_253_numbers(shift: int) -> None:
 
 @pytest.mark.parametrize("largest", [2.0**-126, 1e-30, 1.0, 3.4e38])
 def test_positive_values_never_become_zero_in_log8(largest: float) -> None:
-    values = torch.logspace(-44, 0, SCALE_BLOCK, dtype=torch.float64).mul(largest).float()
+    values = torch.logspace(-44, 0, SCALE_GROUP, dtype=torch.float64).mul(largest).float()
     values[-1] = largest
-    for taken in (None, torch.zeros(SCALE_BLOCK, dtype=torch.int64), torch.full((SCALE_BLOCK,), 2**32 - 1)):
+    for taken in (None, torch.zeros(SCALE_GROUP, dtype=torch.int64), torch.full((SCALE_GROUP,), 2**32 - 1)):
         kept = decode(encoded(LOG8, values, taken))
         assert torch.equal(kept > 0, values > 0)
         assert kept.isfinite().all()
@@ -393,7 +393,7 @@ def test_log8_says_what_no_second_moment_can_be() -> None:
 @pytest.mark.parametrize("format", [ROOT8, LOG8], ids=lambda format: format.name)
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_not_finite_costs_8_bit_neighbours_nothing(format: Format, value: float) -> None:
-    values = narrow_values(format, SCALE_BLOCK)
+    values = narrow_values(format, SCALE_GROUP)
     values[7] = 0.0
     clean = decode(encoded(format, values))
     values[7] = value

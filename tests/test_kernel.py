@@ -29,7 +29,7 @@ from fused_offload.kernels.formats import (
     LOG8,
     REMAINDER,
     ROOT8,
-    SCALE_BLOCK,
+    SCALE_GROUP,
     Format,
     Stored,
     decode,
@@ -121,7 +121,7 @@ def scalars_of(setup: Setup, step: int, lr: float | torch.Tensor = 0.01) -> Adam
 
 
 def align(numel: int) -> int:
-    return -(-numel // SCALE_BLOCK) * SCALE_BLOCK
+    return -(-numel // SCALE_GROUP) * SCALE_GROUP
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -151,8 +151,8 @@ class World:
         for index, numel in enumerate(numels):
             self.param(index).copy_(torch.randn(numel, generator=self.random))
         # A block of nobody before and after.
-        self.starts = [SCALE_BLOCK + start for start in itertools.accumulate(map(align, numels), initial=0)]
-        total = self.starts.pop() + SCALE_BLOCK
+        self.starts = [SCALE_GROUP + start for start in itertools.accumulate(map(align, numels), initial=0)]
+        total = self.starts.pop() + SCALE_GROUP
         self.state = AdamState(
             self._stored(setup.exp_avg, total),
             self._stored(setup.exp_avg_sq, total),
@@ -166,7 +166,7 @@ class World:
         return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=self.random).view(dtype)
 
     def _stored(self, format: Format, numel: int) -> Stored:
-        scale = self._random_bits(numel // SCALE_BLOCK, torch.float32) if format.scaled else None
+        scale = self._random_bits(numel // SCALE_GROUP, torch.float32) if format.scaled else None
         return Stored(format, self._random_bits(numel, format.dtype), scale)
 
     def clone(self, device: torch.device) -> World:
@@ -411,7 +411,7 @@ def test_infinite_and_nan_gradients(setup: Setup, device: torch.device) -> None:
     for ours, theirs in zip(actual.state[:2], expected.state[:2], strict=True):
         assert isinstance(ours, Stored)
         assert isinstance(theirs, Stored)
-        assert not ours.data[[SCALE_BLOCK + index for index in hit]].isfinite().any()
+        assert not ours.data[[SCALE_GROUP + index for index in hit]].isfinite().any()
         assert same_but_for_nans(ours.data, theirs.data)
         assert ours.scale is None or same_but_for_nans(ours.scale, theirs.scale)
 
@@ -420,7 +420,7 @@ def test_infinite_and_nan_gradients(setup: Setup, device: torch.device) -> None:
 @pytest.mark.parametrize("setup", TYPICAL, ids=str)
 def test_the_largest_nan_stays_nan(setup: Setup, device: torch.device) -> None:
     # It is what a GPU makes; rounded like a number it would be -0.0.
-    actual, expected = both(setup, (SCALE_BLOCK,), device, steps=1)
+    actual, expected = both(setup, (SCALE_GROUP,), device, steps=1)
     for world in (actual, expected):
         bits(world.grad(0)).fill_(-1 if world.setup.grad_dtype != torch.float32 else 0x7FFFFFFF)
     actual.kernel_step(scalars_of(setup, 2), actual.pieces())
@@ -428,7 +428,7 @@ def test_the_largest_nan_stays_nan(setup: Setup, device: torch.device) -> None:
     on_cpu = actual.clone(torch.device("cpu"))
     for world in (on_cpu, expected):
         assert world.param(0).isnan().all()
-        for stored in world.state.narrow(world.starts[0], SCALE_BLOCK)[:2]:
+        for stored in world.state.narrow(world.starts[0], SCALE_GROUP)[:2]:
             assert isinstance(stored, Stored)
             assert decode(stored).isnan().all()
 
@@ -436,11 +436,11 @@ def test_the_largest_nan_stays_nan(setup: Setup, device: torch.device) -> None:
 @IGNORE_INVALID
 @pytest.mark.parametrize("magnitude", [1.0, 1e-15, 1e-17])
 def test_infinite_moments_have_no_say_in_their_neighbours_scales(magnitude: float, device: torch.device) -> None:
-    actual, expected = both(SCALED, (2 * SCALE_BLOCK,), device)
-    values = (torch.rand(2 * SCALE_BLOCK, generator=torch.Generator().manual_seed(0)) + 1e-3) * magnitude
+    actual, expected = both(SCALED, (2 * SCALE_GROUP,), device)
+    values = (torch.rand(2 * SCALE_GROUP, generator=torch.Generator().manual_seed(0)) + 1e-3) * magnitude
     clean = expected.clone(torch.device("cpu"))
     clean.grad(0).copy_(values)
-    values[[5, SCALE_BLOCK + 127]] = float("inf")
+    values[[5, SCALE_GROUP + 127]] = float("inf")
     for world in (actual, expected):
         world.grad(0).copy_(values)
     actual.kernel_step(scalars_of(SCALED, 1), actual.pieces())
@@ -455,8 +455,8 @@ def test_infinite_moments_have_no_say_in_their_neighbours_scales(magnitude: floa
 def test_log8_takes_a_coarser_grid_at_the_same_spread(shift: int, device: torch.device) -> None:
     # Blocks whose largest and smallest value are as far apart as a grid just holds, a step less and a step more.
     blocks = 24
-    actual, expected = both(EIGHT_BIT_WITH_MASTER, (blocks * SCALE_BLOCK,), device)
-    wanted = torch.full((blocks, SCALE_BLOCK), ((0x3F800000 >> shift) << shift) + (101 << shift))
+    actual, expected = both(EIGHT_BIT_WITH_MASTER, (blocks * SCALE_GROUP,), device)
+    wanted = torch.full((blocks, SCALE_GROUP), ((0x3F800000 >> shift) << shift) + (101 << shift))
     places = torch.arange(blocks)
     wanted[:, 0] = (((0x3F800000 >> shift) + places % 4) << shift) + (places % 5 + 1) * (1 << shift) // 6
     wanted[:, 1] = wanted[:, 0] + ((251 + places % 3) << shift) + (1 << shift) // 3
@@ -467,7 +467,7 @@ def test_log8_takes_a_coarser_grid_at_the_same_spread(shift: int, device: torch.
     actual.kernel_step(scalars, actual.pieces())
     expected.reference_step(scalars, expected.pieces())
     assert_same_memory(actual, expected)
-    scale = expected.state.exp_avg_sq.narrow(expected.starts[0], blocks * SCALE_BLOCK).scale
+    scale = expected.state.exp_avg_sq.narrow(expected.starts[0], blocks * SCALE_GROUP).scale
     assert scale is not None
     assert set((bits(scale) & 31).tolist()) == {shift, shift + 1}
 
@@ -585,14 +585,14 @@ def test_any_sign_of_infinities_skips(found_inf: float, device: torch.device) ->
 def test_a_skipped_step_keeps_scales_of_maxima_that_rounded_up(device: torch.device) -> None:
     # Here skipping rewrites what was read (the master has no other way to its slot), so encoding has to be idempotent
     # even where the largest value of a block was rounded up to the next power of two.
-    actual, expected = both(FP32_WITH_MASTER, (SCALE_BLOCK,), device, steps=2)
+    actual, expected = both(FP32_WITH_MASTER, (SCALE_GROUP,), device, steps=2)
     for world in (actual, expected):
-        values = torch.arange(SCALE_BLOCK, dtype=torch.float32) * 2.0**-38
+        values = torch.arange(SCALE_GROUP, dtype=torch.float32) * 2.0**-38
         values[0] = 2.0 - 2.0**-20
         for stored in (world.state.exp_avg, world.state.exp_avg_sq):
-            encoded = Stored(stored.format, torch.empty(SCALE_BLOCK, dtype=stored.format.dtype), torch.empty(1))
+            encoded = Stored(stored.format, torch.empty(SCALE_GROUP, dtype=stored.format.dtype), torch.empty(1))
             encode_(encoded, values)
-            run = stored.narrow(world.starts[0], SCALE_BLOCK)
+            run = stored.narrow(world.starts[0], SCALE_GROUP)
             run.data.copy_(encoded.data)
             assert run.scale is not None
             run.scale.copy_(encoded.scale)
@@ -725,7 +725,7 @@ def test_te_numerics_stay_within_fast_math_of_ieee(setup: Setup, device: torch.d
 def test_state_beyond_2_to_the_31_elements(device: torch.device) -> None:
     # Where offsets were 32-bit, this would write 4 GiB before the state, or fault.
     setup = Setup(exp_avg=BF16, exp_avg_sq=BF16)
-    start, numel = 2**31 + SCALE_BLOCK, 1025
+    start, numel = 2**31 + SCALE_GROUP, 1025
     moments = [torch.zeros(start + 1152, dtype=torch.bfloat16, device=device) for _ in range(2)]
     state = AdamState(Stored(BF16, moments[0]), Stored(BF16, moments[1]), None)
     small = World(setup, (numel,))
@@ -737,5 +737,5 @@ def test_state_beyond_2_to_the_31_elements(device: torch.device) -> None:
     assert torch.equal(far.param(0).cpu(), small.param(0))
     for moment, stored in zip(moments, small.state[:2], strict=True):
         assert isinstance(stored, Stored)
-        assert torch.equal(moment[start : start + numel].cpu(), stored.narrow(SCALE_BLOCK, numel).data)
+        assert torch.equal(moment[start : start + numel].cpu(), stored.narrow(SCALE_GROUP, numel).data)
         assert not moment[:start].any()

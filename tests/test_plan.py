@@ -188,14 +188,14 @@ def test_align(numel: int, aligned: int) -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 2**34), st.integers(1, 4096))
-def test_a_chunk_is_as_large_as_its_bytes_allow(chunk_bytes: int, block_bytes: int) -> None:
-    blocks, rest = divmod(chunk_numel(chunk_bytes, block_bytes), ALIGNMENT)
+def test_a_chunk_is_as_large_as_its_bytes_allow(chunk_bytes: int, alignment_bytes: int) -> None:
+    multiple, rest = divmod(chunk_numel(chunk_bytes, alignment_bytes), ALIGNMENT)
     assert rest == 0
-    assert blocks * block_bytes <= chunk_bytes or blocks == 1
-    assert (blocks + 1) * block_bytes > chunk_bytes
+    assert multiple * alignment_bytes <= chunk_bytes or multiple == 1
+    assert (multiple + 1) * alignment_bytes > chunk_bytes
 
 
-def test_a_chunk_has_at_least_one_block() -> None:
+def test_a_chunk_is_not_smaller_than_the_alignment() -> None:
     assert chunk_numel(1, 1536) == ALIGNMENT
     assert chunk_numel(1536, 1536) == ALIGNMENT
     assert chunk_numel(2 * 1536 - 1, 1536) == ALIGNMENT

@@ -23,7 +23,7 @@ from fused_offload.kernels.formats import (
     LOG8,
     REMAINDER,
     ROOT8,
-    SCALE_BLOCK,
+    SCALE_GROUP,
     Format,
     Stored,
     decode,
@@ -34,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def stored_zeros(format: Format, numel: int) -> Stored:
-    scale = torch.zeros(-(-numel // SCALE_BLOCK)) if format.scaled else None
+    scale = torch.zeros(-(-numel // SCALE_GROUP)) if format.scaled else None
     return Stored(format, torch.zeros(numel, dtype=format.dtype), scale)
 
 
@@ -490,17 +490,17 @@ def test_updates_stay_bounded_where_gradients_end_or_differ_by_decades(
     formats: tuple[Format, Format], beta2: float, eps: float
 ) -> None:
     """Rows seen once, features that die beside others that live, and one in 128 gradients 10,000 times as large."""
-    numel = 16 * SCALE_BLOCK
+    numel = 16 * SCALE_GROUP
     random = torch.Generator().manual_seed(0)
     param, state, before = torch.zeros(numel), new_state(numel, *formats), torch.zeros(numel)
     worst = 0.0
     for step in range(1, 201):
         grad = torch.randn(numel, generator=random) * 1e-4
         if step > 20:
-            grad[: 4 * SCALE_BLOCK] = 0  # rows seen no more
-            grad[4 * SCALE_BLOCK : 8 * SCALE_BLOCK : 3] = 0  # dead features
-            grad[8 * SCALE_BLOCK : 12 * SCALE_BLOCK] *= (torch.rand(4 * SCALE_BLOCK, generator=random) < 0.02).float()
-        grad[12 * SCALE_BLOCK :: SCALE_BLOCK] *= 1e4
+            grad[: 4 * SCALE_GROUP] = 0  # rows seen no more
+            grad[4 * SCALE_GROUP : 8 * SCALE_GROUP : 3] = 0  # dead features
+            grad[8 * SCALE_GROUP : 12 * SCALE_GROUP] *= (torch.rand(4 * SCALE_GROUP, generator=random) < 0.02).float()
+        grad[12 * SCALE_GROUP :: SCALE_GROUP] *= 1e4
         scalars = scalars_of(step, lr=1.0, betas=(0.9, beta2), eps=eps, weight_decay=0.0)
         before.copy_(param)
         adam_step_(param, grad, state, scalars)

@@ -22,7 +22,7 @@ from fused_offload.kernels.formats import (
     BF16_STOCHASTIC,
     LOG8,
     ROOT8,
-    SCALE_BLOCK,
+    SCALE_GROUP,
     Format,
     Rounding,
     Stored,
@@ -78,7 +78,7 @@ def by_kernel(numerics: str) -> Callable[[Step], None]:
 
 
 def stored_empty(format: Format, numel: int, device: str) -> Stored:
-    scale = torch.empty(-(-numel // SCALE_BLOCK), device=device) if format.scaled else None
+    scale = torch.empty(-(-numel // SCALE_GROUP), device=device) if format.scaled else None
     return Stored(format, torch.empty(numel, dtype=format.dtype, device=device), scale)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fused_offload import FusedOffloadAdam
-from fused_offload.kernels.formats import SCALE_BLOCK, Stored, decode, encode_
+from fused_offload.kernels.formats import SCALE_GROUP, Stored, decode, encode_
 from fused_offload.rules.adam_arguments import moment_formats
 from fused_offload.rules.arguments import standing_average
 
@@ -29,8 +29,8 @@ def test_warns_exactly_where_a_decay_is_rounded_away(dtype: torch.dtype, moment:
     betas = (beta, 0.5) if moment == "exp_avg" else (0.5, beta)
     format = formats[moment]
     # Just above a power of two, where numbers are farthest apart.
-    start = torch.ones(SCALE_BLOCK) * (1 + (torch.finfo(dtype).eps if dtype.is_floating_point else 0))
-    stored = Stored(format, torch.empty(SCALE_BLOCK, dtype=dtype), torch.empty(1) if format.scaled else None)
+    start = torch.ones(SCALE_GROUP) * (1 + (torch.finfo(dtype).eps if dtype.is_floating_point else 0))
+    stored = Stored(format, torch.empty(SCALE_GROUP, dtype=dtype), torch.empty(1) if format.scaled else None)
     encode_(stored, start * beta)
     stands = torch.equal(decode(stored), start)
     message = standing_average(dict(zip(("exp_avg", "exp_avg_sq"), betas, strict=True)), formats)

@@ -153,7 +153,7 @@ class Planner:
     def _capacity(self, kind: Any) -> int | None:
         if kind.origin is not None:
             return None
-        return chunk_numel(self._streaming(kind.extent).chunk_bytes, kind.extent.layout.block_bytes)
+        return chunk_numel(self._streaming(kind.extent).chunk_bytes, kind.extent.layout.alignment_bytes)
 
 
 def extent_streaming(config: OffloadConfig, layout: Layout, numel: int) -> Streaming:

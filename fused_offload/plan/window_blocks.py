@@ -52,7 +52,7 @@ def blocks_of(extents: Iterable[Extent], block_bytes: int = BLOCK_BYTES) -> list
     for extent in extents:
         if extent.layout.resident:
             continue
-        limit = chunk_numel(block_bytes, extent.layout.block_bytes)
+        limit = chunk_numel(block_bytes, extent.layout.alignment_bytes)
         starts = range(0, extent.numel, limit)
         blocks += [WindowBlock(extent, start, min(limit, extent.numel - start)) for start in starts]
     return blocks

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fused_offload.kernels.formats import SCALE_BLOCK, Format, Stored
+from fused_offload.kernels.formats import SCALE_GROUP, Format, Stored
 from fused_offload.rules.base import MASTER_PARAM
 
 ALIGNMENT = 128
@@ -19,14 +19,14 @@ def align(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
-def chunk_numel(chunk_bytes: int, block_bytes: int) -> int:
-    """Elements of a chunk of at most ``chunk_bytes``, at least one block.
+def chunk_numel(chunk_bytes: int, alignment_bytes: int) -> int:
+    """Elements of a chunk of at most ``chunk_bytes``, a multiple of `ALIGNMENT`, at least that.
 
     Args:
         chunk_bytes: state bytes that a chunk may move in one direction.
-        block_bytes: state bytes of `ALIGNMENT` elements.
+        alignment_bytes: state bytes of `ALIGNMENT` elements.
     """
-    return max(1, chunk_bytes // block_bytes) * ALIGNMENT
+    return max(1, chunk_bytes // alignment_bytes) * ALIGNMENT
 
 
 _ARRAY_ALIGNMENT = 256  # bytes; the widest access of any copy or kernel
@@ -55,7 +55,7 @@ class Layout:
         return dict(self.keys)
 
     @property
-    def block_bytes(self) -> int:
+    def alignment_bytes(self) -> int:
         """State bytes of `ALIGNMENT` elements, all of which are written back by a step."""
         return self.state_bytes(ALIGNMENT)
 
@@ -102,7 +102,7 @@ class ArrayPlace:
             self.nbytes += _aligned(numel * format.element_bytes)
             if format.scaled:
                 self.scale[key] = self.nbytes
-                self.nbytes += _aligned(numel // SCALE_BLOCK * 4)
+                self.nbytes += _aligned(numel // SCALE_GROUP * 4)
             self.nbytes += gap
             self.spans[key] = (self.data[key], self.nbytes)
 
@@ -116,7 +116,7 @@ class ArrayPlace:
         data = span[: self.numel * format.element_bytes].view(format.dtype)
         scale = None
         if format.scaled:
-            scale = span[self.scale[key] - self.data[key] :][: self.numel // SCALE_BLOCK * 4].view(torch.float32)
+            scale = span[self.scale[key] - self.data[key] :][: self.numel // SCALE_GROUP * 4].view(torch.float32)
         return Stored(format, data, scale)
 
 
@@ -133,4 +133,4 @@ def extent_place(layout: Layout, numel: int) -> ArrayPlace:
 
 def slot_bytes(layout: Layout, extent_numel: int, chunk_bytes: int) -> int:
     """Bytes of the largest chunk of an extent, whichever of its parameters have gradients."""
-    return block_place(layout, min(extent_numel, chunk_numel(chunk_bytes, layout.block_bytes))).nbytes
+    return block_place(layout, min(extent_numel, chunk_numel(chunk_bytes, layout.alignment_bytes))).nbytes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fused_offload.kernels.formats import SCALE_BLOCK, Stored, decode, encode_
+from fused_offload.kernels.formats import SCALE_GROUP, Stored, decode, encode_
 from fused_offload.params.dtensors import local_of
 from fused_offload.rules.base import MASTER_PARAM
 
@@ -53,7 +53,7 @@ def _quantum(stored: Stored) -> torch.Tensor | float:
     _, exponent = torch.frexp(values)
     exponent = exponent.masked_fill(values == 0, -13)  # frexp gives 0 for zero
     spacing = torch.exp2((exponent.clamp(min=-13) - 11).float())  # fp16: 11 bits, subnormal below 2^-14
-    return spacing * stored.scale.repeat_interleave(SCALE_BLOCK)[: stored.data.numel()]
+    return spacing * stored.scale.repeat_interleave(SCALE_GROUP)[: stored.data.numel()]
 
 
 def _half_away(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

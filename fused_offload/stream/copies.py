@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from fused_offload.kernels.formats import SCALE_BLOCK
+from fused_offload.kernels.formats import SCALE_GROUP
 from fused_offload.plan.chunks import Chunk, CopyRange
 from fused_offload.plan.planner import ChunkKind
 from fused_offload.plan.window_blocks import WindowBlock
@@ -91,9 +91,9 @@ def _key_copies(extent: Extent, key: str, place: ArrayPlace, ranges: tuple[CopyR
         if stored.scale is not None:
             copies.append(
                 Copy(
-                    stored.scale.data_ptr() + start // SCALE_BLOCK * 4,
-                    place.scale[key] + slot_start // SCALE_BLOCK * 4,
-                    numel // SCALE_BLOCK * 4,
+                    stored.scale.data_ptr() + start // SCALE_GROUP * 4,
+                    place.scale[key] + slot_start // SCALE_GROUP * 4,
+                    numel // SCALE_GROUP * 4,
                 )
             )
     return copies

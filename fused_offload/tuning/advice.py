@@ -103,8 +103,8 @@ def _formats(training: Training, *moments: str) -> Iterator[tuple[str, Training]
     """Stored formats that take fewer bytes. A remainder loses nothing."""
     has_remainder = training.param_dtype == "bf16" and training.master != "none"
     flag, master = ("--master remainder ", "remainder") if has_remainder else ("", training.master)
-    now = training.layout().block_bytes
+    now = training.layout().alignment_bytes
     for moment in moments:
         narrower = dataclasses.replace(training, master=master, exp_avg=moment, exp_avg_sq=moment)
-        if narrower.layout().block_bytes < now:
+        if narrower.layout().alignment_bytes < now:
             yield f"{flag}--moments {moment}", narrower

@@ -259,7 +259,7 @@ def profile_step_time(memory: Memory, training: Training, profile: Profile) -> S
         training: its training settings.
         profile: profile of the machine.
     """
-    bytes_per_param = training.layout().block_bytes / ALIGNMENT
+    bytes_per_param = training.layout().alignment_bytes / ALIGNMENT
 
     def step_ms(nbytes: int) -> float:
         return profile.step_ms(nbytes, round(nbytes / bytes_per_param))

@@ -109,7 +109,7 @@ class AdamState(NamedTuple):
     init_master: bool = False
 
     def narrow(self, start: int, numel: int) -> AdamState:
-        """Elements ``[start, start + numel)``; ``start`` is a multiple of `SCALE_BLOCK`."""
+        """Elements ``[start, start + numel)``; ``start`` is a multiple of `SCALE_GROUP`."""
         master = self.master_param
         return self._replace(
             exp_avg=self.exp_avg.narrow(start, numel),

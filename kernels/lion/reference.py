@@ -84,7 +84,7 @@ class LionState(NamedTuple):
     init_master: bool = False
 
     def narrow(self, start: int, numel: int) -> LionState:
-        """Elements ``[start, start + numel)``; ``start`` is a multiple of `SCALE_BLOCK`."""
+        """Elements ``[start, start + numel)``; ``start`` is a multiple of `SCALE_GROUP`."""
         master = self.master_param
         return self._replace(
             exp_avg=self.exp_avg.narrow(start, numel),

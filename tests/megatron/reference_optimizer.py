@@ -13,7 +13,7 @@ from fused_offload.kernels.formats import (
     LOG8,
     REMAINDER,
     ROOT8,
-    SCALE_BLOCK,
+    SCALE_GROUP,
     Format,
     Stored,
     decode,
@@ -38,7 +38,7 @@ class StoredFormats(NamedTuple):
 def _stored(format: Format, kept: torch.Tensor) -> Stored:
     if not format.scaled:
         return Stored(format, kept)
-    stored = Stored(format, torch.empty(kept.shape, dtype=format.dtype), torch.empty(-(-kept.numel() // SCALE_BLOCK)))
+    stored = Stored(format, torch.empty(kept.shape, dtype=format.dtype), torch.empty(-(-kept.numel() // SCALE_GROUP)))
     encode_(stored, kept)
     return stored
 
