@@ -10,7 +10,13 @@ import torch
 
 from fused_offload.rules.adam import AdamRule
 from fused_offload.rules.adam_arguments import ADAM_ARGUMENTS, check_modes, check_numerics
-from fused_offload.rules.arguments import check_rounding, check_switches, refuse_unknown, warn_if_nothing_rounds
+from fused_offload.rules.arguments import (
+    check_rounding,
+    check_switches,
+    refuse_unknown,
+    shown_rounding,
+    warn_if_nothing_rounds,
+)
 
 from .config import OffloadConfig
 from .optimizer import OffloadOptimizer
@@ -154,14 +160,5 @@ class FusedOffloadAdam(OffloadOptimizer):
             raise ValueError("set_grad_none of the constructor and set_to_none of zero_grad disagree")
         super().zero_grad(set_to_none)
 
-    def __repr__(self) -> str:
-        """Groups as torch shows them, then stored dtypes, numerics and what is offloaded."""
-        keys = ["exp_avg", "exp_avg_sq", *(["master_param"] if self.master_weights else [])]
-        lines = {key: str(self.name_to_dtype_map[key]) for key in keys}
-        if self.master_weights and self.store_param_remainders:
-            lines["master_param"] += ", as 16-bit remainder beside a torch.bfloat16 parameter"
-        lines |= {"numerics": self.numerics}
-        if self.stochastic_rounding:
-            lines["stochastic_rounding"] = f"seed {self.rounding_seed}"
-        lines["offload"] = repr(self.offload)
-        return super().__repr__().removesuffix(")") + "".join(f"{key}: {line}\n" for key, line in lines.items()) + ")"
+    def _shown_settings(self) -> dict[str, str]:
+        return {"numerics": self.numerics, **shown_rounding(self.stochastic_rounding, self.rounding_seed)}

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fused_offload.rules.arguments import check_average_dtypes, check_rounding, warn_if_nothing_rounds
+from fused_offload.rules.arguments import check_average_dtypes, check_rounding, shown_rounding, warn_if_nothing_rounds
 from fused_offload.rules.lion import LionRule
 
 from .config import OffloadConfig
@@ -87,13 +87,5 @@ class FusedOffloadLion(OffloadOptimizer):
             rounding_seed=self.rounding_seed,
         )
 
-    def __repr__(self) -> str:
-        """Groups as torch shows them, then stored dtypes and the offloaded state."""
-        lines = {"exp_avg": str(self.exp_avg_dtype)}
-        if self.master_weights:
-            kept = ", as 16-bit remainder beside a torch.bfloat16 parameter" if self.store_param_remainders else ""
-            lines["master_param"] = f"{self.master_weight_dtype}{kept}"
-        if self.stochastic_rounding:
-            lines["stochastic_rounding"] = f"seed {self.rounding_seed}"
-        lines["offload"] = repr(self.offload)
-        return super().__repr__().removesuffix(")") + "".join(f"{key}: {line}\n" for key, line in lines.items()) + ")"
+    def _shown_settings(self) -> dict[str, str]:
+        return shown_rounding(self.stochastic_rounding, self.rounding_seed)

@@ -124,7 +124,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._forget_entries,
             rule.nonnegative,
         )
-        self._store = StateStore(offload, self._hooks, self._formats_of)
+        self._store = StateStore(offload, self._hooks, self._formats)
         self._stepper = Stepper(offload, self._hooks, self._store)
         self._steps_before_removal: dict[int, tuple[dict[str, Any], int]] = {}  # by the id of the group
         self._closed = False
@@ -443,15 +443,20 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if stored.is_set(MASTER_PARAM) and MASTER_PARAM in stored.views and stored.extent is not None:
                 refresh_master(stored)
 
-    def _formats_of(self, param: torch.Tensor) -> dict[str, Format]:
-        stored = self._store.stored_of(param)
-        if stored is not None and stored.extent is not None:
-            return stored.extent.layout.formats
+    def _formats(self) -> Callable[[torch.Tensor], dict[str, Format]]:
+        """Function that returns the stored format of each state key of a parameter."""
         formats = dict(self._rule().formats)
         if self.master_weights:
-            remainder = self.store_param_remainders and param.dtype == torch.bfloat16
-            formats[MASTER_PARAM] = REMAINDER if remainder else MASTER_FORMATS[self.master_weight_dtype]
-        return formats
+            formats[MASTER_PARAM] = MASTER_FORMATS[self.master_weight_dtype]
+        beside_bfloat16 = {**formats, MASTER_PARAM: REMAINDER} if self.store_param_remainders else formats
+
+        def of(param: torch.Tensor) -> dict[str, Format]:
+            stored = self._store.stored_of(param)
+            if stored is not None and stored.extent is not None:
+                return stored.formats
+            return beside_bfloat16 if param.dtype == torch.bfloat16 else formats
+
+        return of
 
     def _initialize_entry(self, param: torch.Tensor) -> None:
         if self._closed:
@@ -550,7 +555,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             result = pre_hook(self, state_dict)
             state_dict = state_dict if result is None else result
         self._wait_for_state()
-        plan = plan_load(state_dict, self.param_groups, self.state, self._rule(), self._formats_of)
+        plan = plan_load(state_dict, self.param_groups, self.state, self._rule(), self._formats())
         for message in plan.warnings:
             warnings.warn(message, stacklevel=5)  # the caller, whose decorators take three frames
         params = plan.params
@@ -784,6 +789,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._stepper.devices.close()
         self._store.close()
         self.state.clear()
+
+    def __repr__(self) -> str:
+        """Groups as torch shows them, then stored dtypes, settings of the rule and what is offloaded."""
+        lines = {key: str(format.dtype) for key, format in self._rule().formats.items()}
+        if self.master_weights:
+            kept = ", as 16-bit remainder beside a torch.bfloat16 parameter" if self.store_param_remainders else ""
+            lines[MASTER_PARAM] = f"{self.master_weight_dtype}{kept}"
+        lines |= {**self._shown_settings(), "offload": repr(self.offload)}
+        return super().__repr__().removesuffix(")") + "".join(f"{key}: {line}\n" for key, line in lines.items()) + ")"
+
+    def _shown_settings(self) -> dict[str, str]:
+        """Settings of the rule that `__repr__` shows."""
+        return {}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuses to pickle or deep-copy: storage and parameters belong to this process."""

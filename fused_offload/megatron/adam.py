@@ -105,21 +105,23 @@ class MegatronAdam(FusedOffloadAdam):
 
     def planned_bytes(self) -> int:
         """Bytes of state of all parameters of this rank, on the host and on the GPU."""
+        formats_of = self._formats()
         return sum(
             format.stored_bytes(align(local_of(param).numel()))
             for param in self._all_params()
-            for format in self._formats_of(param).values()
+            for format in formats_of(param).values()
         )
 
     def keeps_remainder(self, param: torch.Tensor) -> bool:
         """True if the master of a parameter is stored as a 16-bit remainder."""
-        return self._formats_of(param)["master_param"].needs_param
+        return self._formats()(param)["master_param"].needs_param
 
     def planned_formats(self) -> dict[str, str]:
         """Stored formats of each state key, over all parameters of this rank."""
         found: dict[str, set[str]] = {}
+        formats_of = self._formats()
         for param in self._all_params():
-            for key, format in self._formats_of(param).items():
+            for key, format in formats_of(param).items():
                 found.setdefault(key, set()).add(format.name)
         return {key: "/".join(sorted(names)) for key, names in found.items()}
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -17,24 +15,9 @@ from .adam_arguments import check_group_options, check_hyperparameters, check_nu
 from .adam_groups import SETTINGS, TORCH_SETTINGS, catch_up_factors, check_saved_group, decay_is_unknown, torch_group
 from .arguments import lr_on, readable_lr, standing_average
 from .base import MASTER_PARAM, Phase
+from .imports import imported_when_called
 
-
-@functools.cache
-def _launches() -> ModuleType:
-    """The kernel's launches, which need Triton; steps on the CPU do not."""
-    from fused_offload.kernels.adam import launch
-
-    return launch
-
-
-def _compile(*arguments: Any) -> None:
-    _launches().compile_step(*arguments)
-
-
-def _launch(*arguments: Any) -> None:
-    _launches().adam_step_(*arguments)
-
-
+_LAUNCHES = "fused_offload.kernels.adam.launch"
 _KEYS = ("exp_avg", "exp_avg_sq")
 _ALL_KEYS = frozenset((*_KEYS, MASTER_PARAM))
 
@@ -65,7 +48,15 @@ class AdamRule:
     nonnegative: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
     settings: ClassVar[tuple[str, ...]] = SETTINGS
     foreign_settings: ClassVar[frozenset[str]] = frozenset({*TORCH_SETTINGS, "decoupled_weight_decay"})
-    phases: ClassVar[tuple[Phase, ...]] = (Phase(_ALL_KEYS, _ALL_KEYS, adam_step_, _compile, _launch),)
+    phases: ClassVar[tuple[Phase, ...]] = (
+        Phase(
+            _ALL_KEYS,
+            _ALL_KEYS,
+            adam_step_,
+            imported_when_called(_LAUNCHES, "compile_step"),
+            imported_when_called(_LAUNCHES, "adam_step_"),
+        ),
+    )
 
     @property
     def formats(self) -> dict[str, Format]:

@@ -91,6 +91,11 @@ def check_rounding(stochastic_rounding: Any, rounding_seed: Any) -> None:
         raise ValueError(f"Invalid rounding_seed: {rounding_seed}, it should be in [0, 2**31)")
 
 
+def shown_rounding(stochastic_rounding: bool, rounding_seed: int) -> dict[str, str]:
+    """Line on stochastic rounding for the ``repr`` of an optimizer."""
+    return {"stochastic_rounding": f"seed {rounding_seed}"} if stochastic_rounding else {}
+
+
 def warn_if_nothing_rounds(stochastic_rounding: bool, **dtypes: torch.dtype) -> None:
     """Warns, on behalf of the constructor's caller, where ``stochastic_rounding`` changes nothing.
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -27,6 +25,7 @@ from .arguments import (
     standing_average,
 )
 from .base import MASTER_PARAM, Phase
+from .imports import imported_when_called
 
 _OTHER_ARGUMENTS = {
     "amsgrad": "Lion has no second moment; leave the argument out",
@@ -38,22 +37,7 @@ _OTHER_ARGUMENTS = {
 """Arguments of torch's Adam and AdamW, and their replacements."""
 
 
-@functools.cache
-def _launches() -> ModuleType:
-    """The kernel's launches, which need Triton; steps on the CPU do not."""
-    from fused_offload.kernels.lion import launch
-
-    return launch
-
-
-def _compile(*arguments: Any) -> None:
-    _launches().compile_step(*arguments)
-
-
-def _launch(*arguments: Any) -> None:
-    _launches().lion_step_(*arguments)
-
-
+_LAUNCHES = "fused_offload.kernels.lion.launch"
 _ALL_KEYS = frozenset({"exp_avg", MASTER_PARAM})
 
 
@@ -76,7 +60,15 @@ class LionRule:
     nonnegative: ClassVar[frozenset[str]] = frozenset()
     settings: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
     foreign_settings: ClassVar[frozenset[str]] = frozenset({*TORCH_ARGUMENTS, *_OTHER_ARGUMENTS})
-    phases: ClassVar[tuple[Phase, ...]] = (Phase(_ALL_KEYS, _ALL_KEYS, lion_step_, _compile, _launch),)
+    phases: ClassVar[tuple[Phase, ...]] = (
+        Phase(
+            _ALL_KEYS,
+            _ALL_KEYS,
+            lion_step_,
+            imported_when_called(_LAUNCHES, "compile_step"),
+            imported_when_called(_LAUNCHES, "lion_step_"),
+        ),
+    )
 
     @property
     def formats(self) -> dict[str, Format]:

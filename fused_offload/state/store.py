@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,10 @@ from .storage import Extent
 
 def _numel(param: torch.Tensor) -> int:
     return local_of(param).numel()
+
+
+def _state_bytes(param: torch.Tensor, formats: Mapping[str, Format]) -> int:
+    return sum(format.stored_bytes(align(_numel(param))) for format in formats.values())
 
 
 def _numels(params: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> dict[Layout, int]:
@@ -53,19 +57,22 @@ class StateStore:
     """
 
     def __init__(
-        self, config: OffloadConfig, hooks: StateHooks, formats_of: Callable[[torch.Tensor], dict[str, Format]]
+        self,
+        config: OffloadConfig,
+        hooks: StateHooks,
+        formats: Callable[[], Callable[[torch.Tensor], dict[str, Format]]],
     ) -> None:
         """An empty store.
 
         Args:
             config: fraction and pinning.
             hooks: callbacks of entries into the optimizer.
-            formats_of: returns the stored format of each key for a parameter that gets its storage.
+            formats: returns a function from a parameter to the stored format of each of its keys.
         """
         self.config = config
         self.state = StateMapping(hooks)
         self._hooks = hooks
-        self._formats_of = formats_of
+        self._formats = formats
         self._reserved: dict[int, _Place] = {}
         self._process = os.getpid()
         self._warned_unpinned = False
@@ -133,7 +140,7 @@ class StateStore:
         for param in new:
             place = self._reserved.pop(id(param), None)
             if place is None:
-                self.state[param].bind(None, 0, self._formats_of(param))
+                self.state[param].bind(None, 0, self._formats()(param))
             else:
                 self.state[param].bind(place.extent, place.start, place.extent.layout.formats)
 
@@ -180,19 +187,17 @@ class StateStore:
 
     def _layouts(self, params: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[Layout]:
         """Layout of each new parameter; offloads until ``fraction`` of all state is offloaded."""
-        sizes = {id(param): self._state_bytes(param) for param in (*known, *params)}
+        formats_of = self._formats()
+        sizes = {id(param): _state_bytes(param, formats_of(param)) for param in (*known, *params)}
         target = self.config.fraction * sum(sizes.values())
         offloaded = sum(sizes.get(id(param), 0) for param in known if self._is_offloaded(param))
         layouts = []
         for param in params:
             resident = offloaded >= target
             offloaded += 0 if resident else sizes[id(param)]
-            keys = tuple(self._formats_of(param).items())
+            keys = tuple(formats_of(param).items())
             layouts.append(Layout(local_of(param).device, param.dtype, keys, resident))
         return layouts
-
-    def _state_bytes(self, param: torch.Tensor) -> int:
-        return sum(format.stored_bytes(align(_numel(param))) for format in self._formats_of(param).values())
 
     def _is_offloaded(self, param: torch.Tensor) -> bool:
         if id(param) in self._reserved:
