@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -83,46 +83,69 @@ def plan_load(
     unequal: list[int] = []
     for index, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
         rule.check_saved_group(saved, index)
-        pairs = [
-            (param, saved_state[name])
-            for param, name in zip(group["params"], saved["params"], strict=True)
-            if saved_state.get(name)
-        ]
-        where = f" beside a parameter of group {index}"
-        beside = [None if entry.get("step") is None else checked_step(entry["step"], where) for _, entry in pairs]
-        step = _saved_step(saved, beside, index, int(group.get("step", 0)))
-        if step and not pairs and any(local_of(param).numel() and not is_frozen(param) for param in group["params"]):
+        params = _saved_params(saved, saved_state, group, index)
+        counts = {count for _, _, count in params if count is not None}
+        step = _saved_step(saved, counts, index, int(group.get("step", 0)))
+        if step and not params and any(local_of(param).numel() and not is_frozen(param) for param in group["params"]):
             raise ValueError(
                 f"loaded state dict has no state for any parameter of group {index} at step {step}. "
                 "If they were frozen until then, load first and unfreeze them afterwards."
             )
         groups.append(merged_group(saved, group, step, rule))
         rule.check_group(groups[-1])
-        if len({count for count in beside if count is not None}) > 1:
+        if len(counts) > 1:
             unequal.append(index)
-        for (param, entry), count in zip(pairs, beside, strict=True):
+        for param, entry, count in params:
             factors = rule.catch_up_factors(groups[-1], count)
             kept = state[param].storage if param in state else None
             for key, value in _checked_values(param, entry, kept, rule, formats_of(param), index):
                 values.append(LoadedValue(param, key, value, factors.get(key, 1.0)))
+    messages = _precision_warnings(values, formats_of) + _step_warnings(unequal) + rule.load_warnings(saved_groups)
+    return LoadPlan(groups, values, messages)
+
+
+class _SavedParam(NamedTuple):
+    param: torch.Tensor
+    entry: Mapping[str, Any]
+    count: int | None  # steps of this parameter, if the checkpoint counts them
+
+
+def _saved_params(
+    saved: Mapping[str, Any], saved_state: Mapping[Any, Any], group: Mapping[str, Any], index: int
+) -> list[_SavedParam]:
+    """Parameters of a group that have saved state."""
+    found = []
+    for param, name in zip(group["params"], saved["params"], strict=True):
+        entry = saved_state.get(name)
+        if entry:
+            step = entry.get("step")
+            where = f" beside a parameter of group {index}"
+            found.append(_SavedParam(param, entry, None if step is None else checked_step(step, where)))
+    return found
+
+
+def _precision_warnings(
+    values: Sequence[LoadedValue], formats_of: Callable[[torch.Tensor], Mapping[str, Format]]
+) -> list[str]:
     narrow = {
         f"{key} ({value.dtype})"
         for param, key, value, _ in values
-        if value.dtype in (torch.bfloat16, torch.float16) and formats_of(param)[key].dtype == torch.float32
+        if value.itemsize < 4 and formats_of(param)[key].dtype == torch.float32
     }
-    messages = []
-    if narrow:
-        messages.append(
-            f"{', '.join(sorted(narrow))} loaded into float32: the values are exact, but as coarse as they were saved"
-        )
-    if unequal:
-        messages.append(
-            f"loaded state dict has parameters at different steps in groups {unequal}; steps are counted by "
-            "group. Parameters with fewer steps take their group's count, and their moments are scaled so that "
-            "the bias-corrected ones stay what they were."
-        )
-    messages += rule.load_warnings(saved_groups)
-    return LoadPlan(groups, values, messages)
+    if not narrow:
+        return []
+    return [f"{', '.join(sorted(narrow))} loaded into float32: the values are exact, but as coarse as they were saved"]
+
+
+def _step_warnings(unequal: Sequence[int]) -> list[str]:
+    """Message on groups whose parameters had different numbers of steps."""
+    if not unequal:
+        return []
+    return [
+        f"loaded state dict has parameters at different steps in groups {unequal}; steps are counted by "
+        "group. Parameters with fewer steps take their group's count, and their moments are scaled so that "
+        "the bias-corrected ones stay what they were."
+    ]
 
 
 def _checked_structure(
@@ -177,9 +200,9 @@ def _check_type(value: Any, kind: Any, what: str) -> None:
         )
 
 
-def _saved_step(saved: Mapping[str, Any], beside: Sequence[int | None], index: int, current: int) -> int | None:
+def _saved_step(saved: Mapping[str, Any], counts: Set[int], index: int, current: int) -> int | None:
     """Step of a saved group. torch keeps it beside each parameter; the largest is the group's."""
-    largest = max((count for count in beside if count is not None), default=None)
+    largest = max(counts, default=None)
     if saved.get("step") is None:
         return largest
     step = checked_step(saved["step"], f" in group {index}")
