@@ -247,7 +247,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=self.use_decoupled_grad)
                 scaler = self._scaler_inputs(grad_scaler, updates)
                 if not scaler.skipped_on_host():
-                    self._stepper.run(self.param_groups, updates, scaler, rule, self._params_with_state)
+                    self._stepper.step(self.param_groups, updates, scaler, rule, self._params_with_state)
             return loss
         finally:
             self._stepper.devices.cancel_prefetch()  # what a step did not use, because it was skipped or refused
@@ -314,7 +314,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._check_usable()
         rule = self._checked_rule()
         updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=False, given=grads)
-        self._stepper.run(
+        self._stepper.step(
             self.param_groups, updates, ScalerInputs(), rule, self._params_with_state, part=part, done=done
         )
 

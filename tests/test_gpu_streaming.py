@@ -90,7 +90,7 @@ def test_a_slow_stream_changes_no_bit(formats: str, slow: str, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(("dropped", "slow"), [("h2d", "d2h"), ("compute", "h2d"), ("d2h", "compute")])
-def test_every_wait_is_needed(dropped: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_waits_a_slow_stream_changes_bits(dropped: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The delays above do provoke the races that the events prevent."""
     expected = resident("fp32", 6)
     delay(monkeypatch, slow, dropped)

@@ -108,7 +108,7 @@ def test_a_slow_stream_changes_no_bit(slow: str, nbytes: int, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("dropped", "slow"), [("h2d", "d2h"), ("compute", "h2d"), ("d2h", "compute")])
-def test_every_wait_is_needed(dropped: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_its_waits_a_slow_stream_changes_bits(dropped: str, slow: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = resident("fp32", 6)
     delay(monkeypatch, slow, dropped)
     assert differs(train("fp32", window(ALL, chunk_bytes=4 * MIB), steps=6), expected)

@@ -84,7 +84,7 @@ def plan_load(
     for index, (saved, group) in enumerate(zip(saved_groups, param_groups, strict=True)):
         rule.check_saved_group(saved, index)
         params = _saved_params(saved, saved_state, group, index)
-        counts = {count for _, _, count in params if count is not None}
+        counts = {steps for _, _, steps in params if steps is not None}
         step = _saved_step(saved, counts, index, int(group.get("step", 0)))
         if step and not params and any(local_of(param).numel() and not is_frozen(param) for param in group["params"]):
             raise ValueError(
@@ -95,8 +95,8 @@ def plan_load(
         rule.check_group(groups[-1])
         if len(counts) > 1:
             unequal.append(index)
-        for param, entry, count in params:
-            factors = rule.catch_up_factors(groups[-1], count)
+        for param, entry, steps in params:
+            factors = rule.catch_up_factors(groups[-1], steps)
             kept = state[param].storage if param in state else None
             for key, value in _checked_values(param, entry, kept, rule, formats_of(param), index):
                 values.append(LoadedValue(param, key, value, factors.get(key, 1.0)))
@@ -107,7 +107,7 @@ def plan_load(
 class _SavedParam(NamedTuple):
     param: torch.Tensor
     entry: Mapping[str, Any]
-    count: int | None  # steps of this parameter, if the checkpoint counts them
+    steps: int | None  # of this parameter, if the checkpoint counts them
 
 
 def _saved_params(

@@ -17,7 +17,7 @@ from fused_offload.stream.pipeline import Pipeline, PreparedStep
 from fused_offload.stream.queues import current_queue
 from fused_offload.stream.step_inputs import StepInputs
 
-from .profiler_ranges import phase
+from .profiler_ranges import profiler_range
 from .step_report import StepReport, combined, report_of
 
 _CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ class Devices:
         prepared = []
         for device in sorted(plan.chunks_on.keys() - {_CPU}, key=str):
             pipeline = self._pipeline(device)
-            with torch.cuda.device(device), phase("prepare"):
+            with torch.cuda.device(device), profiler_range("prepare"):
                 pipeline.queues.begin()
                 prepared.append((pipeline, pipeline.prepare(plan, inputs.on(device))))
         return prepared
@@ -87,8 +87,8 @@ class Devices:
             prepared: result of `prepare`.
         """
         for pipeline, step in prepared:
-            with torch.cuda.device(pipeline.queues.device), phase("stream"):
-                pipeline.run(step, self._steps)
+            with torch.cuda.device(pipeline.queues.device), profiler_range("stream"):
+                pipeline.enqueue(step, self._steps)
             pipeline.queues.end()
 
     def run_on_cpu(self, plan: StepPlan, inputs: StepInputs) -> None:
@@ -102,7 +102,7 @@ class Devices:
         if chunks:
             inputs = inputs.on(_CPU)
         for chunk in chunks:
-            with phase("cpu_chunk"):
+            with profiler_range("cpu_chunk"):
                 run_chunk(chunk, plan, inputs)
 
     def compute_queue(self, device: torch.device) -> Hashable:
@@ -145,7 +145,7 @@ class Devices:
         Args:
             blocks: blocks to load, in order.
         """
-        with phase("prefetch"):
+        with profiler_range("prefetch"):
             for device in dict.fromkeys(block.extent.layout.device for block in blocks):
                 if device == _CPU:
                     continue
@@ -178,7 +178,7 @@ class Devices:
 
     def wait(self) -> None:
         """Waits on the host until all state is written back."""
-        with phase("wait"):
+        with profiler_range("wait"):
             for pipeline in self.pipelines.values():
                 pipeline.wait()
 

@@ -29,7 +29,7 @@ class _Marked:
             self._mark.__exit__(*error)
 
 
-def phase(name: str) -> AbstractContextManager[Any]:
+def profiler_range(name: str) -> AbstractContextManager[Any]:
     """Marks what runs inside as ``FusedOffloadAdam::<name>``.
 
     While one of torch's profilers is on, this is `torch.profiler.record_function`, which marks kernels on the GPU, too.

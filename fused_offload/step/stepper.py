@@ -19,7 +19,7 @@ from fused_offload.state.store import StateStore
 from fused_offload.stream.step_inputs import ScalerInputs, StepInputs
 
 from .devices import Devices
-from .profiler_ranges import phase
+from .profiler_ranges import profiler_range
 
 
 class Stepper:
@@ -84,7 +84,7 @@ class Stepper:
             TypeError: for what cannot be a parameter or a gradient.
             RuntimeError: for tensors that cannot be updated, do not fit together, or do not fit their state.
         """
-        with phase("check"):
+        with profiler_range("check"):
             updates = self._watch.observe(param_groups, decoupled_grad, given)
             self._check_entries(updates, rule)
         return updates
@@ -125,7 +125,7 @@ class Stepper:
         """True if all parameters are on one CUDA device."""
         return len(self._watch.devices) == 1 and next(iter(self._watch.devices)).type == "cuda"
 
-    def run(
+    def step(
         self,
         param_groups: Sequence[dict[str, Any]],
         updates: Updates,

@@ -39,7 +39,7 @@ steady step without a window allocates nothing.
 
 [Note: half a step] After an exception anywhere in a step the numbers of other optimizers stay right: the next user of
 the device's queues waits for all that is under way ([Note: interrupted runs] in `queues.py`). The optimizer itself is
-marked as failed from its first change to its last (`Stepper.run`), and takes no further step before state is loaded.
+marked as failed from its first change to its last (`Stepper.step`), and takes no further step before state is loaded.
 
 [Note: grads are inputs] The kernel never writes a gradient.
 
@@ -132,7 +132,9 @@ class Pipeline:
                 self.queues.end()
 
     def prepare(self, plan: StepPlan, inputs: StepInputs) -> PreparedStep:
-        """Does everything of a step that can fail. The caller has begun a run of the queues, which ends behind `run`.
+        """Does everything of a step that can fail.
+
+        The caller has begun a run of the queues, which ends behind `enqueue`.
 
         Args:
             plan: the step's plan.
@@ -167,7 +169,7 @@ class Pipeline:
             for group, rows in skip_rows.items()
         }
 
-    def run(self, step: PreparedStep, number: int) -> None:
+    def enqueue(self, step: PreparedStep, number: int) -> None:
         """Enqueues a prepared step.
 
         Args:

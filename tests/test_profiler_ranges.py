@@ -9,7 +9,7 @@ import torch
 from torch.autograd import profiler
 
 from fused_offload import FusedOffloadAdam
-from fused_offload.step.profiler_ranges import phase
+from fused_offload.step.profiler_ranges import profiler_range
 
 
 def stepped() -> FusedOffloadAdam:
@@ -47,14 +47,14 @@ def test_record_function_is_for_profiles(is_profiling: bool, monkeypatch: pytest
 
     monkeypatch.setattr(profiler, "record_function", record)
     monkeypatch.setattr(profiler, "_is_profiler_enabled", is_profiling)
-    with phase("check"):
+    with profiler_range("check"):
         pass
     assert used == ["FusedOffloadAdam::check"] * is_profiling
 
 
 def test_a_compiled_function_takes_phases() -> None:
     def named(value: torch.Tensor) -> torch.Tensor:
-        with phase("check"):
+        with profiler_range("check"):
             return value + 1
 
     assert torch.compile(named, backend="eager", fullgraph=True)(torch.ones(1)).item() == 2
@@ -68,9 +68,9 @@ def test_without_the_light_one_record_function_will_do(monkeypatch: pytest.Monke
 def test_a_profiler_may_start_and_stop_inside_of_a_phase() -> None:
     """One can be started from outside or in another thread; a marker that raised would fail a step that went well."""
     profile = torch.profiler.profile()
-    with phase("check"):
+    with profiler_range("check"):
         profile.start()
-    with phase("stream"):
+    with profiler_range("stream"):
         profile.stop()
-    with pytest.raises(KeyError, match="mine"), phase("check"):
+    with pytest.raises(KeyError, match="mine"), profiler_range("check"):
         raise KeyError("mine")
