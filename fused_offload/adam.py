@@ -23,44 +23,52 @@ from .optimizer import OffloadOptimizer
 
 
 class FusedOffloadAdam(OffloadOptimizer):
-    """Adam and AdamW whose state lives in host memory; a drop-in for TransformerEngine's FusedAdam and torch's AdamW.
+    """Adam and AdamW whose state lives in host memory.
 
-    Each `step` cuts the parameters into chunks, and for each chunk copies the state to the parameters' device, updates
-    parameters and state there in one fused kernel, and copies the state back. For parameters on the CPU the same chunks
-    are updated in place. The arithmetic is that of `kernels.adam.reference.adam_step_`.
+    A drop-in for TransformerEngine's FusedAdam and torch's AdamW.
 
-    Gradients are only read: unlike torch's fused optimizers under a gradient scaler, unscaled gradients are not written
-    back.
+    Each `step` cuts the parameters into chunks, and for each chunk copies the state to the
+    parameters' device, updates parameters and state there in one fused kernel, and copies the state
+    back. For parameters on the CPU the same chunks are updated in place. The arithmetic is that of
+    `kernels.adam.reference.adam_step_`.
+
+    Gradients are only read: unlike torch's fused optimizers under a gradient scaler, unscaled
+    gradients are not written back.
 
     Args:
-        params: parameters (float32, bfloat16 or float16) or groups of them, dense in memory, one device a group.
-        lr: learning rate, a float or a one-element tensor on the CPU or on the parameters' device, which the kernel
-            reads without a synchronisation.
+        params: parameters (float32, bfloat16 or float16) or groups of them, dense in memory, one
+            device a group.
+        lr: learning rate, a float or a one-element tensor on the CPU or on the parameters' device,
+            which the kernel reads without a synchronisation.
         betas: decay of the first and the second moment, in [0, 1).
         eps: added to the denominator.
-        weight_decay: decoupled decay, or L2 with ``adam_w_mode=False``. May be negative, as in TransformerEngine.
+        weight_decay: decoupled decay, or L2 with ``adam_w_mode=False``. May be negative, as in
+            TransformerEngine.
         amsgrad: must be False.
         bias_correction: divide the moments by ``1 - beta**step``.
         adam_w_mode: decoupled weight decay (AdamW) if True, L2 (Adam) if False.
         capturable: must be False.
         master_weights: keep ``master_param``, the copy of each parameter that updates apply to.
         master_weight_dtype: dtype of the masters, float32 or float16 (block-scaled).
-        exp_avg_dtype: stored dtype of the first moment: float32, bfloat16, float16 (block-scaled) or uint8
-            (block-scaled and stochastically rounded, docs/eight_bit.md).
+        exp_avg_dtype: stored dtype of the first moment: float32, bfloat16, float16 (block-scaled)
+            or uint8 (block-scaled and stochastically rounded, docs/eight_bit.md).
         exp_avg_sq_dtype: stored dtype of the second moment, likewise.
         use_decoupled_grad: read gradients from ``param.decoupled_grad`` instead of ``param.grad``.
-        store_param_remainders: keep float32 masters of bfloat16 parameters as 16 bits beside the parameter. Nothing is
-            lost; the parameter is then the master rounded half away from zero.
+        store_param_remainders: keep float32 masters of bfloat16 parameters as 16 bits beside the
+            parameter. Nothing is lost; the parameter is then the master rounded half away from
+            zero.
         set_grad_none: deprecated, use ``zero_grad(set_to_none=...)``.
-        numerics: ``"ieee"`` for correctly rounded operations, the same everywhere; ``"te"`` for the bits of
-            TransformerEngine's fast-math kernel, on NVIDIA GPUs only.
-        stochastic_rounding: round bfloat16 moments to either neighbour, to the nearer one more often. Rounded to the
-            nearest, an average that moves by less than half of a bfloat16 step stands still, as ``exp_avg_sq`` does
-            with beta2 = 0.999. 8-bit moments are always rounded so.
-        rounding_seed: seed of that rounding, in [0, 2^31). The same seed and steps give the same bits, whatever the
-            chunks; a resumed run goes on with the same numbers.
+        numerics: ``"ieee"`` for correctly rounded operations, the same everywhere; ``"te"`` for the
+            bits of TransformerEngine's fast-math kernel, on NVIDIA GPUs only.
+        stochastic_rounding: round bfloat16 moments to either neighbour, to the nearer one more
+            often. Rounded to the nearest, an average that moves by less than half of a bfloat16
+            step stands still, as ``exp_avg_sq`` does with beta2 = 0.999. 8-bit moments are always
+            rounded so.
+        rounding_seed: seed of that rounding, in [0, 2^31). The same seed and steps give the same
+            bits, whatever the chunks; a resumed run goes on with the same numbers.
         offload: what lives in host memory and how it moves.
-        **unsupported: none; arguments of ``torch.optim.AdamW`` that do not exist here are refused by name.
+        **unsupported: none; arguments of ``torch.optim.AdamW`` that do not exist here are refused
+            by name.
 
     Raises:
         ValueError: for hyperparameters out of range and parameters given twice.

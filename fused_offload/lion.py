@@ -15,30 +15,34 @@ from .optimizer import OffloadOptimizer
 
 
 class FusedOffloadLion(OffloadOptimizer):
-    """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms") whose state lives in host memory.
+    """Lion (Chen et al. 2023) whose state lives in host memory.
 
-    The update is the sign of an average of gradients, so the state is one momentum, half of Adam's. Takes the arguments
-    of the public Lion implementations. The arithmetic is that of `kernels.lion.reference.lion_step_`.
+    The paper is "Symbolic Discovery of Optimization Algorithms". The update is the sign of an
+    average of gradients, so the state is one momentum, half of Adam's. Takes the arguments of the
+    public Lion implementations. The arithmetic is that of `kernels.lion.reference.lion_step_`.
 
     Gradients are only read: under a gradient scaler, unscaled gradients are not written back.
 
     Args:
-        params: parameters (float32, bfloat16 or float16) or groups of them, dense in memory, one device a group.
-        lr: learning rate, a float or a one-element tensor on the CPU or on the parameters' device, which the kernel
-            reads without a synchronisation. The authors advise a third to a tenth of AdamW's.
+        params: parameters (float32, bfloat16 or float16) or groups of them, dense in memory, one
+            device a group.
+        lr: learning rate, a float or a one-element tensor on the CPU or on the parameters' device,
+            which the kernel reads without a synchronisation. The authors advise a third to a tenth
+            of AdamW's.
         betas: weight of the momentum in the update, and its decay, in [0, 1).
         weight_decay: decoupled weight decay. The authors advise three to ten times AdamW's.
         master_weights: keep ``master_param``, the copy of each parameter that updates apply to.
         master_weight_dtype: dtype of the masters, float32 or float16 (block-scaled).
-        exp_avg_dtype: stored dtype of the momentum: float32, bfloat16, float16 (block-scaled) or uint8 (block-scaled
-            and stochastically rounded, docs/eight_bit.md).
+        exp_avg_dtype: stored dtype of the momentum: float32, bfloat16, float16 (block-scaled) or
+            uint8 (block-scaled and stochastically rounded, docs/eight_bit.md).
         use_decoupled_grad: read gradients from ``param.decoupled_grad`` instead of ``param.grad``.
-        store_param_remainders: keep float32 masters of bfloat16 parameters as 16 bits beside the parameter. Nothing is
-            lost; the parameter is then the master rounded half away from zero.
-        stochastic_rounding: round a bfloat16 momentum to either neighbour, to the nearer one more often. An 8-bit
-            momentum is always rounded so.
-        rounding_seed: seed of that rounding, in [0, 2^31). The same seed and steps give the same bits, whatever the
-            chunks; a resumed run goes on with the same numbers.
+        store_param_remainders: keep float32 masters of bfloat16 parameters as 16 bits beside the
+            parameter. Nothing is lost; the parameter is then the master rounded half away from
+            zero.
+        stochastic_rounding: round a bfloat16 momentum to either neighbour, to the nearer one more
+            often. An 8-bit momentum is always rounded so.
+        rounding_seed: seed of that rounding, in [0, 2^31). The same seed and steps give the same
+            bits, whatever the chunks; a resumed run goes on with the same numbers.
         offload: storage of the state, and how it moves.
 
     Raises:

@@ -250,7 +250,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     self._stepper.step(self.param_groups, updates, scaler, rule, self._params_with_state)
             return loss
         finally:
-            self._stepper.devices.cancel_prefetch()  # what a step did not use, because it was skipped or refused
+            self._stepper.devices.cancel_prefetch()  # unused in a skipped or refused step
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -363,7 +363,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self.state = state["state"]
 
     def initialize_state(self, param: torch.Tensor, store_param_remainders: bool | None = None) -> None:
-        """Gives a parameter its storage: moments are zero, and the master is not authoritative yet.
+        """Gives a parameter its storage: state is zero, and the master not authoritative yet.
 
         Args:
             param: a parameter of this optimizer.
@@ -393,9 +393,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             skip_unscale: return the live view in its stored dtype.
 
         Returns:
-            Shaped like the parameter, on CPU if offloaded: the live float32 tensor, the live int16
-                remainder, or a new
-            float32 tensor for narrower formats.
+            Shaped like the parameter, on the CPU if offloaded: the live float32 tensor, the live
+            int16 remainder, or a new float32 tensor for narrower formats.
 
         Raises:
             KeyError: if there is no such state.
@@ -504,10 +503,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """The optimizer's state in TransformerEngine's layout.
 
         Returns:
-            ``{"state": {index: {"exp_avg", "exp_avg_sq"[, "master_param"]}}, "param_groups":
-            [...]}`` with unscaled values. Tensors of float32, bfloat16 and remainders are the live
-            ones on CPU, which the next step changes; block-scaled formats are new float32 tensors.
-            Groups are copies, ``step`` is an int.
+            ``{"state": {index: {key: tensor}}, "param_groups": [...]}`` with unscaled values under
+            the rule's state keys and, with master weights, ``"master_param"``. Tensors of float32,
+            bfloat16 and remainders are the live ones, which the next step changes; block-scaled
+            formats are new float32 tensors. Groups are copies, ``step`` is an int.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -522,11 +521,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """The optimizer's state in the layout of torch's optimizer for the same rule.
 
         Returns:
-            As `state_dict`, with a ``step`` tensor beside each parameter's moments. Tensors may be
-            this
-            optimizer's own: copy them (``copy.deepcopy``) if both go on. Master weights are not
-                part of that layout: load the
-            parameters in float32 to keep them.
+            As `state_dict`, with a ``step`` tensor beside each parameter's state. Tensors may be
+            this optimizer's own: copy them (``copy.deepcopy``) if both go on. Master weights are
+            not part of that layout: load the parameters in float32 to keep them.
         """
         self._settle_for_save()
         return pack_for_torch(self.param_groups, self.state, self._rule())
@@ -624,7 +621,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     @property
     def is_attached(self) -> bool:
-        """Whether the passes of a model start the prefetch."""
+        """True if the passes of a model start the prefetch."""
         return self._attachment is not None and self._attachment.is_active
 
     def step_in_backward(self, *models: torch.nn.Module, clip_value: float | None = None) -> BackwardSteps:
@@ -791,7 +788,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.state.clear()
 
     def __repr__(self) -> str:
-        """Groups as torch shows them, then stored dtypes, settings of the rule and what is offloaded."""
+        """Groups as torch shows them, then stored dtypes, the rule's settings, the configuration."""
         lines = {key: str(format.dtype) for key, format in self._rule().formats.items()}
         if self.master_weights:
             kept = ", as 16-bit remainder beside a torch.bfloat16 parameter" if self.store_param_remainders else ""

@@ -1,4 +1,4 @@
-"""Stored formats of optimizer state: how fp32 values lie in memory, encoded and decoded in plain torch.
+"""Stored formats of optimizer state: encoding and decoding of fp32 values in plain torch.
 
 ``formats_triton.py`` holds the same conversions as Triton helpers; both give the same bits.
 """
@@ -14,10 +14,11 @@ Whole = TypeVar("Whole", int, np.ndarray)
 """A whole number, or an int64 array of them."""
 
 SCALE_GROUP = 128
-"""Elements that share one scale. Segments start at multiples of it, so no chunking ever splits a scale block."""
+"""Elements that share one scale. Segments start and are cut at multiples of it, so no chunk splits
+a scale group."""
 
-_FP16_TOP_EXPONENT = 14  # a block's largest magnitude, rounded to fp16, lands in [2^14, 2^15): below fp16's 65504
-_HALF_FP16_ULP = 0x1000  # in the bits of an fp32 number: adding it carries into the exponent where rounding would
+_FP16_TOP_EXPONENT = 14  # a group's largest magnitude, rounded, is in [2^14, 2^15), below 65504
+_HALF_FP16_ULP = 0x1000  # in bits of fp32: carries into the exponent where rounding to fp16 would
 _FP16_SMALLEST = 2.0**-24  # smallest positive fp16 number
 
 _INFINITY = 0x7F800000  # bits of fp32
@@ -34,14 +35,14 @@ _NEAREST = 0x80000000  # a threshold in the middle: rounds to the nearest
 
 
 class Format(NamedTuple):
-    """How one state key is stored.
+    """Storage of one state key.
 
     Attributes:
         name: name in the kernel, a compile-time constant there.
         dtype: dtype of the stored elements.
         scaled: each group of `SCALE_GROUP` elements has 32 bits beside it, its scale.
-        keep_nonzero: a positive value never becomes zero. Set for second moments:
-            ``exp_avg_sq == 0`` with ``exp_avg != 0`` would make the update ``exp_avg / eps``.
+        keep_nonzero: a positive value never becomes zero. Set for second moments: ``exp_avg_sq ==
+            0`` with ``exp_avg != 0`` would make the update ``exp_avg / eps``.
         stochastic: a step rounds to either neighbour, to the nearer one more often, so that nothing
             is lost on average; see `rounding_thresholds`. Values from outside a step are rounded to
             the nearest.
@@ -61,7 +62,7 @@ class Format(NamedTuple):
 
     @property
     def value_dtype(self) -> torch.dtype:
-        """dtype in which values are read and written: float32, or that of elements without values."""
+        """dtype in which values are read and written: float32, or that of the elements."""
         return self.dtype if self.needs_param else torch.float32
 
     @property
@@ -75,7 +76,7 @@ class Format(NamedTuple):
         return self.dtype.itemsize
 
     def stored_bytes(self, numel: int) -> int:
-        """Bytes that ``numel`` elements take, scales included; ``numel`` is a multiple of `SCALE_GROUP`."""
+        """Bytes of ``numel`` elements, a multiple of `SCALE_GROUP`, with their scales."""
         return numel * self.element_bytes + (numel // SCALE_GROUP * 4 if self.scaled else 0)
 
 
@@ -86,19 +87,20 @@ FP16 = Format("fp16", torch.float16, scaled=True, half_step=2.0**-11)
 FP16_NONZERO = Format("fp16", torch.float16, scaled=True, keep_nonzero=True, half_step=2.0**-11)
 REMAINDER = Format("remainder", torch.int16, needs_param=True)
 ROOT8 = Format("root8", torch.uint8, scaled=True, stochastic=True)
-"""8 bits for first moments: sign and fourth root, in 127 steps up to the block's largest magnitude, which is the scale.
+"""8 bits for first moments: sign and fourth root, in 127 steps.
 
-The byte is a two's complement number ``c`` of the value ``sign(c) * (c / 127)**4 * scale``; -128 is NaN, which an
-infinity becomes too. Neighbours are 3 % apart at the largest magnitude, 10 % at a hundredth and 30 % at a
-ten-thousandth of it."""
+The byte is a two's complement number ``c`` of the value ``sign(c) * (c / 127)**4 * scale``, where
+the scale is the group's largest magnitude. -128 is NaN, which an infinity becomes too. Neighbours
+are 3 % apart at the largest magnitude, 10 % at a hundredth and 30 % at a ten-thousandth of it."""
 LOG8 = Format("log8", torch.uint8, scaled=True, keep_nonzero=True, stochastic=True)
-"""8 bits for second moments: a window of 253 numbers of a floating point grid with 3 to 7 bits of mantissa.
+"""8 bits for second moments: 253 successive numbers of a floating point grid.
 
-The grid is that of float32 numbers whose lowest ``shift`` bits are zero. Each block takes the finest shift of 20 to 16
-whose window reaches from its largest to its smallest positive value; with 20 it spans 32 binary orders, and smaller
-values are raised to the window's lower end. The scale's bits hold ``shift`` and, above it, the number below the window.
-A grid that does not move with the largest value is what keeps the others from being rounded anew at every step. 0 is
-zero, 254 infinity, 255 NaN, which a negative value becomes too."""
+The grid is that of float32 numbers whose lowest ``shift`` bits are zero, with 3 to 7 bits of
+mantissa. Each group takes the finest shift of 20 to 16 whose range reaches from its largest to its
+smallest positive value. With 20 the range spans 32 binary orders, and smaller values are raised to
+its lower end. The scale's bits hold ``shift`` and, above it, the number below the range. The grid
+does not move with the largest value, so the others are not rounded anew at every step. Code 0 is
+zero, 254 infinity and 255 NaN, which a negative value becomes too."""
 
 
 class Stored(NamedTuple):
@@ -124,7 +126,7 @@ class Stored(NamedTuple):
 
 
 class Rounding(NamedTuple):
-    """Position in the random numbers of a step's stochastic rounding.
+    """Position in the random numbers of stochastic rounding.
 
     Attributes:
         seed: seed of the run, in [0, 2^31).
@@ -138,7 +140,7 @@ class Rounding(NamedTuple):
 
 
 def rounding_counter(parameter: Whole, offset: Whole) -> Whole:
-    """Number of an element among all elements of an optimizer, from which its random numbers are made.
+    """Number of an element within its optimizer, from which its random numbers are made.
 
     Args:
         parameter: number of the parameter within the optimizer, below 2^23.
@@ -158,15 +160,17 @@ def _mix(bits: Any) -> Any:
 
 
 def rounding_thresholds(rounding: Rounding, numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Thresholds of the first and of the second moment: ``threshold / 2^32`` plus the part to round off carries or not.
+    """Thresholds of the first and the second moment: a value is rounded up where they carry.
 
-    A counter-based generator. Seed, parameter and step are hashed to a key of 64 bits. Each element hashes the sum of
-    that key and its offset, so thresholds of successive steps are independent. Rounding is then right on average for
-    any sequence of gradients. A threshold that depended on those of earlier steps would be correlated with the moment,
-    which those steps have rounded.
+    The part that is rounded off is added to ``threshold / 2^32``, in units of the last place.
 
-    Both moments share one hash: the first uses its upper 16 bits, the second its lower 20. Four bits belong to both;
-    they are the last that decide for the first moment.
+    The generator is counter-based. Seed, parameter and step are hashed to a key of 64 bits, and
+    each element hashes the sum of that key and its offset. So thresholds of successive steps are
+    independent, and rounding is right on average for any sequence of gradients. A threshold that
+    depended on earlier ones would be correlated with the moment, which those have rounded.
+
+    Both moments share one hash: the first uses its upper 16 bits, the second its lower 20. Four
+    bits belong to both; they are the last that decide for the first moment.
 
     Args:
         rounding: position in the random numbers.
@@ -187,8 +191,8 @@ def rounding_thresholds(rounding: Rounding, numel: int, device: torch.device) ->
 
 
 def _encode_fp16(rows: torch.Tensor, keep_nonzero: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    # Infinities and NaNs keep their own value and must not cost their neighbours theirs. The scale is that of the
-    # largest magnitude after rounding, so that decoded values encode to the same bits again.
+    # Infinities and NaNs keep their own value and do not count for the scale. The scale is that of
+    # the largest magnitude after rounding, so that decoded values encode to the same bits again.
     absmax = torch.where(torch.isfinite(rows), rows.abs(), 0.0).amax(dim=1)
     exponent = (((absmax.view(torch.int32) + _HALF_FP16_ULP) >> 23) - _FP16_TOP_EXPONENT).clamp_(min=1)
     scale, inverse = (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)
@@ -223,7 +227,7 @@ def _encode_root8(rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[t
 
 
 def _log8_shift(highest: torch.Tensor, lowest: torch.Tensor) -> torch.Tensor:
-    """The finest shift whose window holds both, as int32 bits, after rounding either way."""
+    """Finest shift whose range holds both, given as int32 bits, after rounding either way."""
     shift = torch.full_like(highest, _LOG8_SHIFTS[0])
     for finer in _LOG8_SHIFTS[1:]:
         steps = ((highest + (1 << finer) - 1) >> finer) - (lowest >> finer)
@@ -246,7 +250,7 @@ def _encode_log8(rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[to
     below = (ceiling - _LOG8_TOP).clamp_(min=0)
     index = (bits + (thresholds >> (32 - shift.to(torch.int64))).to(torch.int32)) >> shift
     rounded = torch.minimum(torch.maximum(index, below + 1), largest) << shift
-    # Once more: what was rounded may fit a finer window, and has to encode to the same bits again.
+    # Once more: rounded values may fit a finer range, and must encode to the same bits again.
     highest, lowest = bounds(rounded)
     shift = _log8_shift(highest, lowest)
     below = ((highest >> shift) - _LOG8_TOP).clamp_(min=0)
@@ -291,10 +295,12 @@ def encode_(stored: Stored, values: torch.Tensor, thresholds: torch.Tensor | Non
     """Writes fp32 values into a stored run.
 
     Args:
-        stored: destination, updated in place. Not a remainder: those need the parameter too (`split_remainder_`).
+        stored: destination, updated in place. Not a remainder: that needs the parameter, too
+            (`split_remainder_`).
         values: ``[numel]`` float32 on the same device.
-        thresholds: ``[numel]`` int64 for stochastic formats, see `rounding_thresholds`. Without, and in other formats,
-            values are rounded to the nearest. Values that the format can represent are never changed.
+        thresholds: ``[numel]`` int64 for stochastic formats, see `rounding_thresholds`. Without,
+            and in other formats, values are rounded to the nearest. Values that the format can
+            represent are never changed.
     """
     if stored.format.needs_param:
         raise TypeError("a remainder is written together with its parameter; use split_remainder_")
@@ -325,7 +331,7 @@ def decode(stored: Stored, out: torch.Tensor | None = None) -> torch.Tensor:
     """Reads a stored run as fp32, exactly.
 
     Args:
-        stored: source. Not a remainder: those need the parameter too (`join_remainder`).
+        stored: source. Not a remainder: that needs the parameter, too (`join_remainder`).
         out: ``[numel]`` float32 to write to; a new tensor if None.
 
     Returns:
@@ -350,8 +356,9 @@ def decode(stored: Stored, out: torch.Tensor | None = None) -> torch.Tensor:
 def join_remainder(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The fp32 master of a bf16 parameter and its remainder.
 
-    The remainder is the low half of the master's bits; the parameter is the high half, plus one where the low half is
-    at least 0x8000 (rounding half away from zero), so that both together give back all 32 bits.
+    The remainder is the low half of the master's bits. The parameter is the high half, plus one
+    where the low half is at least 0x8000 (rounding half away from zero). Both give back all 32
+    bits.
 
     Args:
         param: ``[numel]`` bfloat16.
@@ -370,8 +377,8 @@ def split_remainder_(param: torch.Tensor, remainder: torch.Tensor, master: torch
     Args:
         param: ``[numel]`` bfloat16, updated in place.
         remainder: ``[numel]`` int16, updated in place.
-        master: ``[numel]`` float32. Every NaN becomes 0x7FC00000: a GPU's 0x7FFFFFFF would round up to the parameter
-            -0.0, and the NaN would be seen by nobody.
+        master: ``[numel]`` float32. Every NaN becomes 0x7FC00000: a GPU's 0x7FFFFFFF would round up
+            to the parameter -0.0, and hide the NaN.
     """
     bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
     remainder.copy_(bits)  # int32 -> int16 keeps the low half

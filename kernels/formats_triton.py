@@ -16,7 +16,7 @@ def bf16_to_fp32(bits):
 
 @triton.jit
 def fp32_to_bf16(values):
-    """Int16 bf16 bits of float32 values, rounded to the nearest even; NaN is 0x7FC0, as in torch."""
+    """Int16 bf16 bits of float32 values, rounded to the nearest even; NaN is 0x7FC0 as in torch."""
     bits = values.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(values != values, 0x7FC0, rounded).to(tl.int16)

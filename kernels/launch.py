@@ -1,7 +1,7 @@
 """Launches of kernels: the address table, dtypes, a gradient scaler's signals, the compile cache.
 
-Parameters and gradients stay where they are. A table of int64 rows says where: one row per piece (the part of one
-parameter that lies in the chunk), and each program finds its piece by bisection.
+Parameters and gradients stay where they are. A table of int64 rows says where: one row per piece
+(the part of one parameter that lies in the chunk), and each program finds its piece by bisection.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ BLOCK_NUMEL = 1024
 """Elements that one program updates; a multiple of the scale block."""
 
 TABLE_COLUMNS = 6
-"""int64 columns of a table row: first program, parameter address, gradient address, state start, numel, counter.
+"""int64 columns of a row: first program, parameter address, gradient address, state start, numel,
+counter.
 
-The addresses are in bytes and point to the piece's first element. The state start is in elements from the state
-pointers and a multiple of 128. First programs are counted from the launch's own program 0. The counter is
-`formats.Rounding.counter` of the piece's first element.
+The addresses are in bytes and point to the piece's first element. The state start is in elements
+from the state pointers and a multiple of 128. First programs are counted from the launch's own
+program 0. The counter is `formats.Rounding.counter` of the piece's first element.
 """
 
 NAME_OF_DTYPE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -34,14 +35,15 @@ NAME_OF_DTYPE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "
 
 
 class ScalerSignals(NamedTuple):
-    """Signals of a gradient scaler that a kernel reads on its own device, so that nothing waits for them.
+    """Signals of a gradient scaler, read by the kernel on the device: nothing waits for them.
 
     Attributes:
         grad_scale: ``[1]`` float32 that divides the gradients, or None.
-        found_inf: ``[1]`` float32, nonzero to skip the step, or None; the rest is None exactly if this is.
+        found_inf: ``[1]`` float32, nonzero to skip the step, or None; the rest is None exactly if
+            this is.
         skips: ``[1]`` int64, steps skipped so far.
-        skip_rows: ``[., width]`` float32; row ``skips - skips_before`` holds the values of this step that depend on
-            its number, see the rule's ``skip_rows``.
+        skip_rows: ``[., width]`` float32; row ``skips - skips_before`` holds the values of this
+            step that depend on its number, see the rule's ``skip_rows``.
         skips_before: skips that row 0 already counts.
     """
 
@@ -60,9 +62,9 @@ class LaunchKind(NamedTuple):
         grad_dtype: dtype of the gradients.
         numerics: name of the arithmetic.
         aligned: every address in the table is a multiple of 16 bytes.
-        max_programs: most programs of the launch, each of which then updates several blocks in turn, or None for a
-            program per block. For state in page-locked host memory: more programs than keep the link busy only take
-            multiprocessors from other work.
+        max_programs: most programs of the launch, each of which then updates several blocks in
+            turn, or None for a program per block. For state in page-locked host memory: more
+            programs than keep the link busy only take multiprocessors from other work.
     """
 
     param_dtype: torch.dtype
@@ -88,10 +90,10 @@ def raw_pointer(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 @functools.cache
 def _ensure_writable_cache() -> None:
-    """Gives Triton a private folder until this process exits, where its own could not be written or is nowhere.
+    """Gives Triton a private cache folder until this process exits, if its own cannot be used.
 
-    Without HOME and an entry in the users' database Triton's own would be a folder called ``~`` below the current one,
-    and compiled code of whoever made that would be loaded.
+    Without HOME and an entry in the users' database Triton's own would be a folder called ``~``
+    below the current one, and would load compiled code of whoever made that folder.
     """
     folder = os.environ.get("TRITON_CACHE_DIR")
     if not folder:
@@ -109,16 +111,16 @@ def _ensure_writable_cache() -> None:
 
 
 def _remove(folder: str, pid: int) -> None:
-    """Not at the exit of a forked child: its parent still compiles."""
+    """Removes the folder at exit, but not at that of a forked child: its parent still compiles."""
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def compile_and_load(kernel: Any, arguments: Mapping[str, Any]) -> None:
-    """Compiles what a launch with such arguments needs, and loads it on the device, without launching it.
+    """Compiles the kernel for such arguments and loads it on the device, without launching it.
 
-    A kernel that is loaded at its first launch can run out of memory in the middle of a step. Where Triton's cache
-    folder cannot be written (a read-only home), a private one is used until this process exits.
+    A kernel that is loaded at its first launch can run out of memory in the middle of a step. Where
+    Triton's cache folder cannot be written (a read-only home), a private one is used.
 
     Args:
         kernel: a `triton.jit` function.
@@ -128,6 +130,6 @@ def compile_and_load(kernel: Any, arguments: Mapping[str, Any]) -> None:
         return
     _ensure_writable_cache()
     compiled = kernel.warmup(**arguments, grid=(1,))
-    load = getattr(compiled, "_init_handles", None)  # Triton has no other name for it; interpreted, nothing is loaded
+    load = getattr(compiled, "_init_handles", None)  # Triton has no public name; none if interpreted
     if load is not None:
         load()

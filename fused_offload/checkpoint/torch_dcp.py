@@ -33,7 +33,7 @@ class Wanted(NamedTuple):
 
 
 def is_dummy_step() -> bool:
-    """Whether those functions called the running ``step`` to make an optimizer create its state.
+    """True if those functions called the running ``step`` to make an optimizer create its state.
 
     They call it with zero gradients and a learning rate of zero. The call has to make state, but
     must not count. Only its caller distinguishes it from the first step of a warm-up: gradients may

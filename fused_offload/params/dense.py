@@ -17,7 +17,7 @@ def _order(shape: Sequence[int], strides: Sequence[int]) -> list[tuple[int, int]
 
 
 def is_frozen(param: torch.Tensor) -> bool:
-    """Whether a parameter waits for no gradient.
+    """True if a parameter waits for no gradient.
 
     Only a model's own parameters can be frozen. Shards that a wrapper passes instead never require
     a gradient, and still get one.
@@ -26,7 +26,7 @@ def is_frozen(param: torch.Tensor) -> bool:
 
 
 def has_own_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements are at its address.
+    """True if a tensor's elements are at its address.
 
     Classes that stand for other tensors, as quantised ones do, intercept operations below autograd,
     and their address is meaningless. Plain subclasses do not.
@@ -35,7 +35,7 @@ def has_own_memory(tensor: torch.Tensor) -> bool:
 
 
 def has_data(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a tensor holds all of its elements; a freed storage does not."""
+    """True if the memory of a tensor holds all of its elements; a freed storage does not."""
     if tensor.device.type == "meta" or tensor.layout != torch.strided or not has_own_memory(tensor):
         return False
     if tensor.numel() == 0:
@@ -45,7 +45,7 @@ def has_data(tensor: torch.Tensor) -> bool:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill ``numel`` consecutive places in memory, each once, in any order."""
+    """True if the elements fill ``numel`` consecutive places in memory, each once, in any order."""
     if tensor.is_contiguous() or tensor.numel() == 0:
         return True
     expected = 1
@@ -57,7 +57,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether several elements may share a place in memory, as those of expanded tensors do."""
+    """True if several elements may share a place in memory, as those of expanded tensors do."""
     span = 1  # places from the first element to the last, of the dimensions so far
     for stride, size in _order(tensor.shape, tensor.stride()):
         if stride < span:
@@ -84,7 +84,7 @@ def dense_copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_order(shape: Sequence[int], strides: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two sets of strides give the same memory order; dimensions of size 1 do not count."""
+    """True if two sets of strides give the same memory order; dimensions of size 1 do not count."""
     return all(a == b or size == 1 for size, a, b in zip(shape, strides, other, strict=True))
 
 

@@ -17,7 +17,7 @@ PLAIN_TENSORS = (torch.nn.Parameter, torch.Tensor)
 
 
 def is_distributed(tensor: Any) -> bool:
-    """Whether a tensor is a ``DTensor``."""
+    """True if a tensor is a ``DTensor``."""
     return type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "_local_tensor") and hasattr(tensor, "_spec")
 
 
@@ -37,7 +37,7 @@ def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def same_sharding(one: Any, other: Any) -> bool:
-    """Whether two ``DTensor`` of one global shape have the same elements on every rank."""
+    """True if two ``DTensor`` of one global shape have the same elements on every rank."""
     return bool(one._spec.placements == other._spec.placements) and _same_mesh_and_shape(one, other)
 
 
@@ -68,12 +68,12 @@ def sharding_of(tensor: Any) -> str:
 
 
 def has_partial(tensor: Any) -> bool:
-    """Whether a ``DTensor``'s elements are still to be reduced over ranks."""
+    """True if a ``DTensor``'s elements are still to be reduced over ranks."""
     return any(placement.is_partial() for placement in tensor._spec.placements)
 
 
 def is_replicated(tensor: Any) -> bool:
-    """Whether several ranks of a ``DTensor``'s mesh hold the same elements."""
+    """True if several ranks of a ``DTensor``'s mesh hold the same elements."""
     if not is_distributed(tensor):
         return False
     spec = tensor._spec
@@ -81,7 +81,7 @@ def is_replicated(tensor: Any) -> bool:
 
 
 def is_offloaded_by_fsdp(param: Any) -> bool:
-    """Whether a parameter sharded over GPUs is in host memory (FSDP's ``CPUOffloadPolicy``)."""
+    """True if a parameter sharded over GPUs is in host memory (FSDP's ``CPUOffloadPolicy``)."""
     return is_distributed(param) and param._spec.mesh.device_type != "cpu" and local_of(param).device.type == "cpu"
 
 

@@ -17,7 +17,7 @@ else:
 
 
 def same_objects(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Whether two lists hold the very same objects."""
+    """True if two lists hold the very same objects."""
     return len(one) == len(other) and all(map(operator.is_, one, other))
 
 
@@ -34,7 +34,7 @@ class TensorGuards:
         self._guards: Any = None
 
     def match(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Whether each tensor has the remembered metadata."""
+        """Truth for each tensor: it has the remembered metadata."""
         if len(tensors) != self._count:
             return False
         if self._guards is None:

@@ -75,11 +75,11 @@ class AdamRule:
         check_hyperparameters(group)
 
     def check_param(self, param: torch.Tensor) -> None:
-        """Refuses the bits of an NVIDIA GPU on the CPU."""
+        """Refuses parameters on the CPU with ``numerics="te"``."""
         check_numerics(self.numerics, (param,))
 
     def group_warning(self, group: Mapping[str, Any]) -> str | None:
-        """Moments that are too coarse for how slowly they decay."""
+        """Warns of moments whose format is too coarse for their decay."""
         return standing_average(dict(zip(self.keys, group["betas"], strict=True)), self.formats)
 
     def check_saved_group(self, saved: Mapping[str, Any], index: int) -> None:

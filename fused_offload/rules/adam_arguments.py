@@ -27,7 +27,7 @@ EXP_AVG_SQ_FORMATS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: 
 """Stored format of an average of squares, by its dtype."""
 
 ADAM_ARGUMENTS = {"decoupled_weight_decay": "use adam_w_mode"}
-"""Arguments of torch's Adam and AdamW beside those that every optimizer of torch has, and their replacements."""
+"""Arguments that only torch's Adam and AdamW have, and their replacements."""
 
 _NO_AMSGRAD = "{} does not support the AMSGrad variant. Leave amsgrad False, or use torch.optim.AdamW."
 
@@ -55,11 +55,12 @@ def check_modes(
     numerics: str,
     optimizer: str,
 ) -> None:
-    """Raises for modes that do not exist.
+    """Raises for modes that are not supported.
 
     Raises:
-        TypeError: for a dtype that is none.
-        RuntimeError: for a mode that TransformerEngine's FusedAdam refuses too, or that is not there yet.
+        TypeError: for an argument that is no dtype.
+        RuntimeError: for a mode that is not supported; TransformerEngine's FusedAdam refuses most
+            of them, too.
         ValueError: for unknown numerics.
     """
     check_dtypes(exp_avg_dtype=exp_avg_dtype, exp_avg_sq_dtype=exp_avg_sq_dtype)
@@ -75,7 +76,7 @@ def check_modes(
 
 
 def check_group_options(group: Mapping[str, Any], optimizer: str) -> None:
-    """Raises for options of torch's Adam and AdamW that a group turns on and that would have no effect here.
+    """Raises for options of torch's Adam and AdamW that a group turns on without effect here.
 
     Raises:
         TypeError: names the option and says what to do.
@@ -91,7 +92,7 @@ def check_numerics(numerics: str, params: Sequence[torch.Tensor]) -> None:
 
     Raises:
         ValueError: for unknown numerics.
-        RuntimeError: for the bits of an NVIDIA GPU where there is none.
+        RuntimeError: for ``"te"`` with parameters on the CPU.
     """
     if numerics not in ("ieee", "te"):
         raise ValueError(f"Invalid numerics: {numerics!r}, it should be 'ieee' or 'te'")
@@ -107,7 +108,7 @@ def check_hyperparameters(group: Mapping[str, Any], *, lr_required: bool = False
         lr_required: whether ``lr`` may not be None.
 
     Raises:
-        TypeError: for what is no number.
+        TypeError: for a value that is no number.
         ValueError: names the hyperparameter and its value.
     """
     check_learning_rate(group["lr"], required=lr_required)

@@ -19,8 +19,8 @@ TORCH_SETTINGS: dict[str, Any] = {
     "differentiable": False,
     "fused": None,
 }
-"""Settings of torch's Adam and AdamW that have no meaning here, and their defaults; ``decoupled_weight_decay`` is
-another."""
+"""Settings of torch's Adam and AdamW that have no meaning here, and their defaults;
+``decoupled_weight_decay`` is another."""
 
 
 def torch_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def torch_group(group: Mapping[str, Any], *, adam_w_mode: bool) -> dict[str, Any
 
 
 def check_saved_group(saved: Mapping[str, Any], index: int, adam_w_mode: bool) -> None:
-    """Raises ValueError for a saved group that was trained in a way that this optimizer does not have."""
+    """Raises ValueError for a saved group that was trained in a mode that is refused here."""
     for key in ("amsgrad", "maximize"):
         if _is_on(saved, key, index):
             raise ValueError(f"loaded state dict was trained with {key}=True in group {index}; it is not supported")
@@ -52,13 +52,13 @@ def _is_on(saved: Mapping[str, Any], key: str, index: int) -> bool:
 
 
 def decay_is_unknown(saved: Mapping[str, Any]) -> bool:
-    """Whether a group of torch's Adam or AdamW has a decay and does not say of which kind."""
+    """True if a group of torch's Adam or AdamW has a weight decay of unknown kind."""
     is_torchs = "maximize" in saved and "bias_correction" not in saved
     return is_torchs and saved.get("decoupled_weight_decay") is None and bool(saved.get("weight_decay"))
 
 
 def catch_up_factors(group: Mapping[str, Any], count: int | None) -> dict[str, float]:
-    """Factor of each moment of a parameter that had ``count`` steps, which keeps it the same once bias-corrected."""
+    """Factors that keep the bias-corrected moments of a parameter that had only ``count`` steps."""
     step = group.get("step", 0)
     if not count or count >= step or not group.get("bias_correction", True):
         return {}

@@ -1,4 +1,4 @@
-"""Checks of arguments that every rule has, at construction, before a step and after a load."""
+"""Arguments that every rule has: stored dtypes, rounding, hyperparameters, and their checks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ EXP_AVG_FORMATS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP1
 """Stored format of an average of gradients, by its dtype."""
 
 shown = reprlib.repr  # of any value: repr of what is nested too deeply raises
-_LARGEST = torch.finfo(torch.float32).max  # what a kernel gets is float32
+_LARGEST = torch.finfo(torch.float32).max  # kernels take hyperparameters in float32
 
 
 def check_switches(**switches: Any) -> None:
-    """Raises TypeError for an argument that should be a bool and is none."""
+    """Raises TypeError for an argument that is no bool."""
     for name, value in switches.items():
         if not isinstance(value, (bool, np.bool_)):
             raise TypeError(f"Invalid {name}: {value!r}, it should be a bool")
 
 
 def check_dtypes(**dtypes: Any) -> None:
-    """Raises TypeError for an argument that should be a dtype and is none."""
+    """Raises TypeError for an argument that is no dtype."""
     for name, dtype in dtypes.items():
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"Invalid {name}: {dtype!r}, it should be a torch.dtype, such as torch.bfloat16")
@@ -43,11 +43,11 @@ def check_master_dtype(master_weight_dtype: torch.dtype, optimizer: str) -> None
     """Raises for a dtype that master weights cannot have.
 
     Args:
-        master_weight_dtype: what was asked for.
-        optimizer: name of the class that was built.
+        master_weight_dtype: the argument.
+        optimizer: name of the optimizer's class, for the error.
 
     Raises:
-        TypeError: for what is no dtype.
+        TypeError: for an argument that is no dtype.
         RuntimeError: for a dtype that is not supported.
     """
     check_dtypes(master_weight_dtype=master_weight_dtype)
@@ -59,11 +59,11 @@ def check_average_dtypes(optimizer: str, **dtypes: torch.dtype) -> None:
     """Raises for a dtype that averages cannot be stored in.
 
     Args:
-        optimizer: name of the class that was built.
+        optimizer: name of the optimizer's class, for the error.
         **dtypes: dtypes by name of the argument.
 
     Raises:
-        TypeError: for what is no dtype.
+        TypeError: for an argument that is no dtype.
         RuntimeError: for a dtype that is not supported.
     """
     check_dtypes(**dtypes)
@@ -78,7 +78,7 @@ def rounded_format(format: Format, *, stochastic_rounding: bool) -> Format:
 
 
 def check_rounding(stochastic_rounding: Any, rounding_seed: Any) -> None:
-    """Raises for what is no switch and no seed.
+    """Raises for invalid arguments of stochastic rounding.
 
     Raises:
         TypeError: for another type.
@@ -112,7 +112,9 @@ def warn_if_nothing_rounds(stochastic_rounding: bool, **dtypes: torch.dtype) -> 
 
 
 def standing_average(decays: Mapping[str, float], formats: Mapping[str, Format]) -> str | None:
-    """Warning for an average that is rounded to the nearest and decays by less than half a step of its dtype.
+    """Warning for an average that rounding to the nearest keeps from decaying.
+
+    It stands still where it decays by less than half a step of its dtype.
 
     Args:
         decays: decay of each average by state key.
@@ -146,11 +148,11 @@ TORCH_ARGUMENTS = {
 
 
 def refuse_unknown(arguments: Mapping[str, Any], optimizer: str, instead: Mapping[str, str]) -> None:
-    """Raises for arguments that do not exist here, those of torch's optimizers among them.
+    """Raises for arguments that the constructor does not have, such as those of torch's optimizers.
 
     Args:
-        arguments: what was given beyond the constructor's arguments.
-        optimizer: name of the class that was built.
+        arguments: keyword arguments beyond the constructor's own.
+        optimizer: name of the optimizer's class, for the error.
         instead: advice by name, for arguments of related optimizers.
 
     Raises:
@@ -163,11 +165,11 @@ def refuse_unknown(arguments: Mapping[str, Any], optimizer: str, instead: Mappin
 
 
 def refuse_options(group: Mapping[str, Any], optimizer: str, instead: Mapping[str, str]) -> None:
-    """Raises for options of torch's and related optimizers that a group turns on and that would have no effect here.
+    """Raises for options of other optimizers that a group turns on without effect here.
 
     Args:
         group: a parameter group.
-        optimizer: name of the class that was built.
+        optimizer: name of the optimizer's class, for the error.
         instead: advice by name, for options of related optimizers.
 
     Raises:
@@ -181,10 +183,11 @@ def check_learning_rate(lr: Any, *, required: bool) -> None:
 
     Args:
         lr: a number or a one-element tensor.
-        required: whether it may not be None; schedulers may set it between construction and the first step.
+        required: whether None is refused; schedulers may set it between construction and the first
+            step.
 
     Raises:
-        TypeError: for what is no number.
+        TypeError: for a value that is no number.
         ValueError: for a value out of range, and for None.
     """
     if lr is None:
@@ -205,7 +208,7 @@ def check_betas(betas: Any) -> None:
     """Raises for decays other than two numbers in [0, 1) that are below 1 in float32 too.
 
     Raises:
-        TypeError: for what is no pair of numbers.
+        TypeError: for anything but two numbers.
         ValueError: names the decay and its value.
     """
     if isinstance(betas, (str, bytes, Mapping)) or not (hasattr(betas, "__len__") and hasattr(betas, "__getitem__")):
@@ -225,10 +228,10 @@ def check_number(value: Any, what: str, *, nonnegative: bool = False) -> None:
     Args:
         value: the hyperparameter; no tensor.
         what: its name in the error.
-        nonnegative: whether it may not be below 0.
+        nonnegative: whether values below 0 are refused.
 
     Raises:
-        TypeError: for what is no number.
+        TypeError: for a value that is no number.
         ValueError: for a value out of range.
     """
     lowest = 0.0 if nonnegative else -_LARGEST
@@ -251,7 +254,7 @@ def checked_step(step: Any, where: str = "") -> int:
     try:
         count = int(step)
         whole = not isinstance(step, (str, bytes, bool)) and bool(count == step)
-    except Exception:  # of whatever was given instead of a number
+    except Exception:  # any value may stand in the place of a number
         count, whole = -1, False
     if not (whole and 0 <= count <= MAX_STEP):
         raise ValueError(f"Invalid step{where}: {shown(step)}, it should be a whole number from 0 to 2**31")
@@ -268,7 +271,7 @@ def _number(value: Any, what: str, wanted: str = "a number") -> float:
 
 
 def readable_lr(lr: float | torch.Tensor) -> float | torch.Tensor:
-    """A learning rate as a kernel takes it: it reads tensors on the parameters' device only."""
+    """A learning rate as a kernel takes it: tensors on the CPU become numbers."""
     return lr.item() if isinstance(lr, torch.Tensor) and lr.device.type == "cpu" else lr
 
 

@@ -94,7 +94,7 @@ class LionRule:
         """Takes every parameter."""
 
     def group_warning(self, group: Mapping[str, Any]) -> str | None:
-        """A momentum that is too coarse for how slowly it decays."""
+        """Warns of a momentum whose format is too coarse for its decay."""
         return standing_average({"exp_avg": group["betas"][1]}, self.formats)
 
     def check_saved_group(self, saved: Mapping[str, Any], index: int) -> None:
@@ -136,7 +136,7 @@ class LionRule:
         )
 
     def skip_rows(self, group: Mapping[str, Any], step: int, pending: int) -> list[tuple[float, ...]]:
-        """Rows that the kernel does not read."""
+        """Rows of zeros: nothing in Lion depends on the number of the step."""
         return [(0.0,)] * (pending + 1)
 
     def values_on(self, values: LionScalars, device: torch.device) -> LionScalars:

@@ -72,7 +72,7 @@ def check_storable(key: str, format: Format, value: torch.Tensor, *, nonnegative
 
 
 def same_memory(value: torch.Tensor, view: torch.Tensor) -> bool:
-    """Whether ``value``, shaped like ``view``, is the same elements in the same places."""
+    """True if ``value``, shaped like ``view``, is the same elements in the same places."""
     return (
         value.device == view.device
         and value.data_ptr() == view.data_ptr()
@@ -96,7 +96,7 @@ def unscaled(state: ParamState, key: str) -> torch.Tensor:
 
 
 def stand_in(state: ParamState, key: str) -> torch.Tensor:
-    """A tensor with the shape, the dtype and the signs of one key's values, without decoding them."""
+    """A tensor with the shape, dtype and signs of one key's values, without decoding them."""
     view, format = state.views[key], state.formats[key]
     return torch.zeros((), dtype=format.value_dtype, device="cpu").expand(view.shape) if format.is_coded else view
 

@@ -114,7 +114,7 @@ class StateEntry(dict[str, torch.Tensor]):
         self.rehome()
 
     def belongs_to(self, hooks: StateHooks) -> bool:
-        """Whether this is an entry of the optimizer with these hooks."""
+        """True if this is an entry of the optimizer with these hooks."""
         return self._hooks is hooks
 
     def reset(self) -> None:
@@ -266,11 +266,11 @@ class StateEntry(dict[str, torch.Tensor]):
 
     @property
     def is_reshaped(self) -> bool:
-        """Whether some value of another shape waits for its parameter."""
+        """True if some value of another shape waits for its parameter."""
         return bool(self._reshaped)
 
     def _is_reshaped(self, key: str, value: Any) -> bool:
-        """Whether a value fits the key except for its shape."""
+        """True if a value fits the key except for its shape."""
         if key not in self or self.storage.extent is None or is_distributed(self.param):
             return False
         if not isinstance(value, torch.Tensor) or value.shape == self.storage.shape:

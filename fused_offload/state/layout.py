@@ -65,7 +65,7 @@ class Layout:
 
     @property
     def reads_master(self) -> bool:
-        """Whether a step reads `MASTER_PARAM`. A float32 parameter is its own master."""
+        """True if a step reads `MASTER_PARAM`. A float32 parameter is its own master."""
         return self.param_dtype != torch.float32 and any(key == MASTER_PARAM for key, _ in self.keys)
 
 

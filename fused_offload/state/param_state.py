@@ -104,7 +104,7 @@ class ParamState:
         return old
 
     def is_home(self, key: str) -> bool:
-        """Whether a view still points into the storage; ``tensor.data = ...`` changes that."""
+        """True if a view still points into the storage; ``tensor.data = ...`` changes that."""
         return self.extent is None or self.views[key].data_ptr() == self.extent.address_of(key, self.start)
 
     def follow_param(self) -> None:
@@ -148,7 +148,7 @@ class ParamState:
     # -- authority ---------------------------------------------------------------------------------
 
     def is_set(self, key: str) -> bool:
-        """Whether one key's values are authoritative."""
+        """True if one key's values are authoritative."""
         return self.bound and key not in self.initial
 
     def mark_set(self, key: str | None = None) -> None:

@@ -63,7 +63,7 @@ class Extent:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether its host memory is page-locked now."""
+        """True if its host memory is page-locked now."""
         return self.slab is not None and self.slab.pinned
 
     def view(self, key: str, start: int, numel: int) -> torch.Tensor:

@@ -168,7 +168,8 @@ class Devices:
 
     def allocators(self) -> list[dict[str, Any]]:
         """Statistics of torch's allocator on the devices in use, without those that keep none."""
-        # As torch keeps them: torch.cuda.memory_allocated sorts all of them into a flat dictionary first.
+        # As torch keeps them: torch.cuda.memory_allocated sorts all of them into a flat dictionary
+        # first.
         stats = [torch.cuda.memory_stats_as_nested_dict(device) for device in self.pipelines]
         return [known for known in stats if known]
 

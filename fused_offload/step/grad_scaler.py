@@ -10,7 +10,7 @@ from fused_offload.stream.step_inputs import ScalerInputs
 
 
 def scaler_inputs(optimizer: Any, grad_scaler: Any) -> ScalerInputs:
-    """Signals set on the optimizer by ``GradScaler.step``, or asked of a scaler that was passed to ``step``.
+    """Signals that ``GradScaler.step`` set on the optimizer, or of a scaler passed to ``step``.
 
     Args:
         optimizer: has ``grad_scale`` and ``found_inf`` while its scaler calls ``step``.
@@ -24,7 +24,7 @@ def scaler_inputs(optimizer: Any, grad_scaler: Any) -> ScalerInputs:
     if inputs.found_inf is not None:
         return inputs
     per_optimizer = grad_scaler._per_optimizer_states[id(optimizer)]
-    unscaled = bool(per_optimizer["found_inf_per_device"])  # set by unscale_(), which also divided the gradients
+    unscaled = bool(per_optimizer["found_inf_per_device"])  # by unscale_(), which also divided
     found = per_optimizer["found_inf_per_device"] or grad_scaler._check_inf_per_device(optimizer)
     scale = grad_scaler._get_scale_async()
     found_inf = sum(flag.to(scale.device, non_blocking=True) for flag in found.values())
@@ -32,7 +32,7 @@ def scaler_inputs(optimizer: Any, grad_scaler: Any) -> ScalerInputs:
 
 
 def _flag(optimizer: Any, found_inf: Any) -> torch.Tensor | None:
-    """The overflow flag; torch adds up those of all devices, which gives the number 0 where it saw no gradient."""
+    """The overflow flag, summed over devices: a plain 0 where torch saw no gradient."""
     if found_inf is None or isinstance(found_inf, torch.Tensor):
         return found_inf
     params = [param for group in optimizer.param_groups for param in group["params"]]

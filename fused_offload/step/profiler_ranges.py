@@ -23,8 +23,8 @@ class _Marked:
         self._mark.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        # torch asserts that a profiler which is on now was on at the beginning, but one can be started from outside,
-        # or in another thread, at any time.
+        # torch asserts that a profiler which is on now was on at the beginning, but one can be
+        # started from outside, or in another thread, at any time.
         with suppress(RuntimeError):
             self._mark.__exit__(*error)
 
@@ -32,13 +32,14 @@ class _Marked:
 def profiler_range(name: str) -> AbstractContextManager[Any]:
     """Marks what runs inside as ``FusedOffloadAdam::<name>``.
 
-    While one of torch's profilers is on, this is `torch.profiler.record_function`, which marks kernels on the GPU, too.
-    That takes the host 11 us even while they are off, several times a step, and small steps take less than a
-    millisecond. So then it is what torch's own compiled code uses, which takes 2 us here (one CPU, torch 2.13) and is
-    still seen by profilers from outside.
+    While one of torch's profilers is on, this is `torch.profiler.record_function`, which marks
+    kernels on the GPU, too. While they are off, that would still take the host 11 us, several times
+    a step, and small steps take less than a millisecond. So it is then the range of torch's
+    compiled code, which takes 2 us (one CPU, torch 2.13) and is still seen by profilers from
+    outside.
 
     Args:
-        name: of the phase.
+        name: name of the phase.
     """
     full_name = f"FusedOffloadAdam::{name}"
     if getattr(profiler, "_is_profiler_enabled", True) or torch.compiler.is_compiling():  # which knows only that one

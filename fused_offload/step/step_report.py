@@ -13,17 +13,20 @@ class StepReport:
     """One step, with the prefetch before it and the write-back behind it. GB is 1e9 bytes.
 
     Attributes:
-        exposed_ms: from the step's beginning on the caller's stream to its last kernel, for which training waits. The
-            kernels themselves are part of it, as they are where all state is on the GPU.
+        exposed_ms: from the step's beginning on the caller's stream to its last kernel, for which
+            training waits. The kernels themselves are part of it, as they are where all state is on
+            the GPU.
         bytes_to_device: state that was prefetched or streamed in.
         bytes_to_host: state that was written back.
-        to_device_gbps: those bytes over the time in which they were under way, or None if there were none. Under
-            backward and forward passes the time includes what the copies wait for each other and for memory.
+        to_device_gbps: those bytes over the time in which they were under way, or None if there
+            were none. Under backward and forward passes the time includes what the copies wait for
+            each other and for memory.
         to_host_gbps: the same towards the host.
         window_bytes: GPU bytes of the window when the step began.
         prefetched_share: share of ``bytes_to_device`` that was prefetched, 0 to 1.
-        link_share: the greater of both speeds over what plain copies in both directions at once reach, as
-            ``fused-offload tune`` measured it; None where it did not, or nothing was moved.
+        link_share: the greater of both speeds over what plain copies in both directions at once
+            reach, as ``fused-offload tune`` measured it; None where it did not, or nothing was
+            moved.
     """
 
     exposed_ms: float
@@ -76,7 +79,7 @@ def report_of(parts: Sequence[StepMarks], link_gbps: float | None) -> StepReport
 
 
 def combined(reports: Sequence[StepReport]) -> StepReport | None:
-    """One step on several devices, which run at the same time: bytes and speeds add up, the longest time counts."""
+    """One step on several devices at once: bytes and speeds add up, the longest time counts."""
     if len(reports) <= 1:
         return reports[0] if reports else None
     to_device = sum(report.bytes_to_device for report in reports)

@@ -28,8 +28,8 @@ class Stepper:
     Attributes:
         devices: pipelines of the devices in use.
         planner: makes plans.
-        failure: reason to refuse steps and state dicts, or None. Steps and loads set it at their first change and
-            clear it when all of them are made.
+        failure: reason to refuse steps and state dicts, or None. Steps and loads set it at their
+            first change and clear it when all of them are made.
     """
 
     def __init__(self, config: OffloadConfig, hooks: StateHooks, store: StateStore) -> None:
@@ -51,7 +51,7 @@ class Stepper:
         self._counted_skips = 0
 
     def reconfigure(self, config: OffloadConfig) -> None:
-        """Streams by another configuration from the next step on; what is offloaded and page-locked stays so.
+        """Takes another configuration from the next step on; storage stays as it is.
 
         Args:
             config: the configuration.
@@ -82,7 +82,8 @@ class Stepper:
 
         Raises:
             TypeError: for what cannot be a parameter or a gradient.
-            RuntimeError: for tensors that cannot be updated, do not fit together, or do not fit their state.
+            RuntimeError: for tensors that cannot be updated, do not fit together, or do not fit
+                their state.
         """
         with profiler_range("check"):
             updates = self._watch.observe(param_groups, decoupled_grad, given)
@@ -115,7 +116,7 @@ class Stepper:
         self.prefetch(sum(block.nbytes for block in self.devices.window()) + more_bytes)
 
     def window_seconds(self, assumed_bytes_per_s: float) -> float:
-        """Time that the last window took to the GPU, or that all state would take at an assumed rate."""
+        """Time of the last window's copy to the GPU, or of all state's at an assumed rate."""
         measured = self.devices.prefetch_seconds()
         if measured is not None:
             return measured
@@ -138,7 +139,8 @@ class Stepper:
     ) -> None:
         """Enqueues a step and counts it.
 
-        From the first change to the last `failure` is set, so an interrupt between any two of them is noticed.
+        From the first change to the last `failure` is set, so an interrupt between any two of them
+        is noticed.
 
         Args:
             param_groups: the optimizer's groups; ``step`` is updated.
@@ -146,11 +148,13 @@ class Stepper:
             scaler: a gradient scaler's requests.
             rule: the arithmetic.
             wanted: parameters that get state, asked for only when something changed.
-            part: number of this part of a step, if another one follows. Only the last one counts the step.
+            part: number of this part of a step, if another one follows. Only the last one counts
+                the step.
             done: called as the last change.
         """
-        # Without a signal, the kernel takes its step's number from the host. Behind a first step, the host decides
-        # whether the parameter is still the master, which a rounded copy may differ from.
+        # Without a signal, the kernel takes its step's number from the host. Behind a first step,
+        # the host decides whether the parameter is still the master, which a rounded copy may
+        # differ from.
         self._settle_skips(param_groups, wait=scaler.found_inf is None or bool(self._unconfirmed))
         entries = self._ready_entries(updates, wanted)
         plan = self._plan(updates, entries, part)
@@ -197,7 +201,7 @@ class Stepper:
         return StepInputs(rule, updates, values, rows, scaler)
 
     def _note_first_steps(self, plan: StepPlan, scaler: ScalerInputs) -> None:
-        """Marks state as written that was at its initial value, and as unconfirmed where the device may skip."""
+        """Marks initial state as written, and as unconfirmed where the device may skip the step."""
         for entry in plan.initial:
             entry.mark_set()
         if scaler.found_inf is not None and scaler.found_inf.device.type != "cpu":
@@ -211,7 +215,8 @@ class Stepper:
 
     def _ready_entries(self, updates: Updates, wanted: Callable[[], list[torch.Tensor]]) -> list[ParamState]:
         """State of each update, with its storage."""
-        # Not only if this step saw a change: an earlier one may have seen it and then been refused or skipped.
+        # Not only if this step saw a change: an earlier one may have seen it and then been refused
+        # or skipped.
         known = self._entries if self._entries_made_for == (self._watch.generation, self._hooks.version) else None
         if known is None or (
             self._some_without_entry and any(known[position] is None for position in updates.positions)
@@ -229,7 +234,8 @@ class Stepper:
 
     def _check_entries(self, updates: Updates, rule: UpdateRule) -> None:
         if self._entries_made_for != (self._watch.generation, self._hooks.version):
-            # Of all parameters: one without a gradient now may have one in a later step, which does not look again.
+            # Of all parameters: one without a gradient now may have one in a later step, which does
+            # not look again.
             misfits = [
                 self._misfit(param, group, rule)
                 for param, group in zip(self._watch.params, self._watch.groups, strict=True)
@@ -282,7 +288,8 @@ class Stepper:
             self._counted_skips = known
             self.failure = before
         if self._unconfirmed and not self.devices.pending_skips():
-            # Every step after a first one waits for its outcome, so the first one is the last that is known.
+            # Every step after a first one waits for its outcome, so the first one is the last that
+            # is known.
             if any(counter.last_was_skipped for counter in counters):
                 for entry in self._unconfirmed:
                     entry.forget_initial_state()

@@ -135,18 +135,20 @@ def _update_block(
     update = _div(_div(m_new, zero + bias_correction1, NUMERICS), _add(root, zero + eps, NUMERICS), NUMERICS)
     if ADAM_W:
         update = _fma(p, zero + weight_decay, update, NUMERICS)
-    # Not -update: Triton 3.6 computes 0 - update, which is +0 for an update of +0 and makes +0 of a parameter of -0.
+    # Not -update: Triton 3.6 computes 0 - update, which makes +0 of an update of +0, and then +0 of
+    # a parameter of -0.
     p = _fma(update * -1.0, zero + lr, p, NUMERICS)
 
     p_model_new = p
     if CAN_SKIP:
-        # Only reached with skip set where state was never written: give it its initial value (see adam_kernel).
+        # Reached with skip set only where state was never written: it gets its initial value.
         m_new = tl.where(skip, m, m_new)
         v_new = tl.where(skip, v, v_new)
         p = tl.where(skip, p_before, p)
-        # Not p: a rounded master need not round to the parameter that was rounded from the exact value.
+        # Not p: a rounded master need not round to the parameter that was rounded from the exact
+        # value.
         p_model_new = tl.where(skip, p_model, p)
-    threshold = lane  # unused, unless
+    threshold = lane  # unused but with STOCHASTIC; Triton wants a value either way
     threshold_sq = lane
     if STOCHASTIC:
         threshold, threshold_sq = rounding_thresholds(counter, lane, rounding_seed, rounding_step)
@@ -201,7 +203,7 @@ def _update_program(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Updates one block, the one that program ``pid`` of a launch without bound updates."""
+    """Updates block ``pid`` of the launch, counted over all pieces."""
     row = piece_of_program(table_ptr, rows, pid)
     base = table_ptr + row * 6
     inside = (pid - tl.load(base)).to(tl.int64) * BLOCK
@@ -234,15 +236,15 @@ def _update_program(
 
 _OF_ANY_VALUE = ("rows", "blocks", "skips_before", "rounding_seed", "rounding_step")
 _OF_ANY_ALIGNMENT = ("lr_ptr", "corrections_ptr", "skips_ptr", "grad_scale_ptr", "found_inf_ptr")
-"""Arguments that differ between the launches of a step, or belong to the caller: the kernel that is compiled before the
-first launch has to be that of all of them."""
+"""Arguments that differ between the launches of a step, or belong to the caller. The one kernel
+that is compiled before the first launch must serve all of them."""
 
 
 @triton.jit(do_not_specialize=_OF_ANY_VALUE, do_not_specialize_on_alignment=_OF_ANY_ALIGNMENT)
 def adam_kernel(
     table_ptr,  # [rows, 6] int64, see launch.TABLE_COLUMNS
     rows,
-    blocks,  # programs that a launch without bound takes; only read with LOOP
+    blocks,  # blocks of all pieces; only read with LOOP
     exp_avg_ptr,  # [numel] stored format, updated in place
     exp_avg_scale_ptr,  # [numel / 128] float32 or None, updated in place
     exp_avg_sq_ptr,  # [numel] stored format, updated in place
@@ -250,7 +252,7 @@ def adam_kernel(
     master_ptr,  # [numel] stored format or None, updated in place
     master_scale_ptr,  # [numel / 128] float32 or None, updated in place
     rounding_seed,  # [0, 2^31)
-    rounding_step,  # number of the step if none was skipped since skips_before; only read with STOCHASTIC
+    rounding_step,  # number of the step without skips since skips_before; only with STOCHASTIC
     lr,
     lr_ptr,  # [1] any float dtype or None; replaces lr
     beta1,
@@ -280,11 +282,11 @@ def adam_kernel(
     LOOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One launch: a program per block, or a bounded number that take blocks in turn."""
+    """One launch: a program per block, or with LOOP fewer programs that take blocks in turn."""
     SCALED_GRAD: tl.constexpr = grad_scale_ptr is not None
     CAN_SKIP: tl.constexpr = found_inf_ptr is not None
-    # State that no earlier step wrote, or that is written without being read, must be written even by a skipped step:
-    # what the slot holds then is nobody's.
+    # State that no earlier step wrote, or that is written without being read, is written even by a
+    # skipped step: the slot holds leftovers, and is copied back.
     WRITE_ON_SKIP: tl.constexpr = (INIT_MOMENTS or INIT_MASTER) or (PARAM == "fp32" and MASTER != "none")
 
     pid = tl.program_id(0)

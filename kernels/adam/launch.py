@@ -84,15 +84,17 @@ def adam_step_(
     kind: LaunchKind,
     signals: ScalerSignals = ScalerSignals(),  # noqa: B008 - immutable
 ) -> None:
-    """Launches one Adam step of all pieces in the table on the current stream; `reference.adam_step_` specifies it.
+    """Launches one Adam step of all pieces in the table on the current stream.
+
+    `reference.adam_step_` specifies it.
 
     Args:
-        table: ``[>= rows, 6]`` int64 on the parameters' device, see `launch.TABLE_COLUMNS`. Parameters behind its
-            addresses are updated in place, gradients are only read.
+        table: ``[>= rows, 6]`` int64 on the parameters' device, see `launch.TABLE_COLUMNS`.
+            Parameters behind its addresses are updated in place, gradients are only read.
         rows: pieces, at least 1.
         programs: sum of `programs_of` over the pieces.
-        state: stored state on the parameters' device or in page-locked host memory, updated in place at the rows' state
-            starts.
+        state: stored state on the parameters' device or in page-locked host memory, updated in
+            place at the rows' state starts.
         scalars: hyperparameters.
         kind: dtypes, numerics, and a bound on the launch.
         signals: gradient scaler's signals on the parameters' device.
@@ -103,13 +105,13 @@ def adam_step_(
 def compile_step(
     table: torch.Tensor, state: AdamState, scalars: AdamScalars, kind: LaunchKind, signals: ScalerSignals
 ) -> None:
-    """Compiles and loads what `adam_step_` with such arguments launches.
+    """Compiles and loads the kernel that `adam_step_` launches with such arguments.
 
     Args:
         table: any int64 tensor on the device.
         state: state of the formats to compile for.
-        scalars: only ``adam_w_mode`` and whether ``lr`` is a tensor matter.
+        scalars: only ``adam_w_mode`` matters, and whether ``lr`` is a tensor, and of which dtype.
         kind: dtypes and numerics.
-        signals: only what is None matters.
+        signals: only which of them are None matters.
     """
     compile_and_load(adam_kernel, _arguments(table, 1, 1, state, scalars, kind, signals))

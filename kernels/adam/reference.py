@@ -1,4 +1,4 @@
-"""The fused Adam step in plain torch: the specification of the kernel, and the step on machines without a GPU."""
+"""The fused Adam step in plain torch: specification of the kernel, and the step on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ class AdamScalars(NamedTuple):
         bias_correction1: ``1 - beta1**step``, or 1.
         bias_correction2: ``1 - beta2**step``, or 1.
         adam_w_mode: decoupled weight decay (AdamW) if true, else L2.
-        step: number of the step, from 1; with the seed it decides how stochastic formats are rounded.
+        step: number of the step, from 1; with the seed it decides how stochastic formats are
+            rounded.
         rounding_seed: in [0, 2^31).
     """
 
@@ -59,7 +60,7 @@ def adam_scalars(
     adam_w_mode: bool,
     rounding_seed: int = 0,
 ) -> AdamScalars:
-    """Rounds hyperparameters to float32 the way TransformerEngine's fused Adam passes them to its kernel.
+    """Rounds hyperparameters to float32, as TransformerEngine's FusedAdam does for its kernel.
 
     Args:
         lr: learning rate; a tensor is passed on for the kernel to read.
@@ -85,19 +86,20 @@ def adam_scalars(
         weight_decay=round_fp32(weight_decay),
         bias_correction1=bias_correction(betas[0], step) if bias_corrected else 1.0,
         bias_correction2=bias_correction(betas[1], step) if bias_corrected else 1.0,
-        adam_w_mode=bool(adam_w_mode),  # TransformerEngine keeps 1 and 0, for which Triton would compile anew
+        adam_w_mode=bool(adam_w_mode),  # 1 and 0, as TransformerEngine has, would compile anew
         step=step,
         rounding_seed=rounding_seed,
     )
 
 
 class AdamState(NamedTuple):
-    """Stored state of one run of elements, and what of it is still unset.
+    """Stored state of one run of elements, and the parts of it that are still unset.
 
     Attributes:
         exp_avg: first moment.
         exp_avg_sq: second moment.
-        master_param: master weights, their 16-bit remainder, or None if the parameter is its own master.
+        master_param: master weights, their 16-bit remainder, or None if the parameter is its own
+            master.
         init_moments: take both moments as zero instead of reading them.
         init_master: take the parameter as the master instead of reading it.
     """
@@ -137,8 +139,8 @@ def adam_step_(
         AdamW:  u = fma(p, weight_decay, u)
         p = fma(-lr, u, p)
 
-    This is the operation order of TransformerEngine's ``multi_tensor_adam``. The parameter is updated from the
-    unrounded m and v; they are rounded to their stored format only when stored.
+    This is the operation order of TransformerEngine's ``multi_tensor_adam``. The parameter is
+    updated from the unrounded m and v; they are rounded to their stored format only when stored.
 
     Args:
         param: ``[numel]`` float32, bfloat16 or float16, contiguous, updated in place.
@@ -146,7 +148,8 @@ def adam_step_(
         state: stored state of ``numel`` elements, updated in place.
         scalars: hyperparameters.
         grad_scale: gradients are divided by it first.
-        counter: `formats.Rounding.counter` of the first element; only read where a format is stochastic.
+        counter: `formats.Rounding.counter` of the first element; only read where a format is
+            stochastic.
     """
     lr = scalars.lr
     if isinstance(lr, torch.Tensor):

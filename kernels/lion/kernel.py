@@ -72,16 +72,18 @@ def _update_block(
 
     direction = _sign(tl.fma(m, zero + beta1, g * (zero + one_minus_beta1)))
     update = tl.fma(p_before, zero + weight_decay, direction)
-    # Not -update: Triton 3.6 computes 0 - update, which is +0 for an update of +0 and makes +0 of a parameter of -0.
+    # Not -update: Triton 3.6 computes 0 - update, which makes +0 of an update of +0, and then +0 of
+    # a parameter of -0.
     p = tl.fma(update * -1.0, zero + lr, p_before)
     m_new = tl.fma(m, zero + beta2, g * (zero + one_minus_beta2))
 
     p_model_new = p
     if CAN_SKIP:
-        # Only reached with skip set where state was never written: give it its initial value (see lion_kernel).
+        # Reached with skip set only where state was never written: it gets its initial value.
         m_new = tl.where(skip, m, m_new)
         p = tl.where(skip, p_before, p)
-        # Not p: a rounded master need not round to the parameter that was rounded from the exact value.
+        # Not p: a rounded master need not round to the parameter that was rounded from the exact
+        # value.
         p_model_new = tl.where(skip, p_model, p)
     threshold, _ = rounding_thresholds(counter, lane, rounding_seed, rounding_step)
     store_state(
@@ -94,7 +96,8 @@ def _update_block(
 
 _OF_ANY_VALUE = ("rows", "blocks", "skips_before", "rounding_seed", "rounding_step")
 _OF_ANY_ALIGNMENT = ("lr_ptr", "skips_ptr", "grad_scale_ptr", "found_inf_ptr")
-"""Arguments that differ between the launches of a step, or belong to the caller: one kernel serves them all."""
+"""Arguments that differ between the launches of a step, or belong to the caller. The one kernel
+that is compiled before the first launch must serve all of them."""
 
 
 @triton.jit(do_not_specialize=_OF_ANY_VALUE, do_not_specialize_on_alignment=_OF_ANY_ALIGNMENT)
@@ -131,8 +134,8 @@ def lion_kernel(
     """One launch: a program per block, or a bounded number that take blocks in turn."""
     SCALED_GRAD: tl.constexpr = grad_scale_ptr is not None
     CAN_SKIP: tl.constexpr = found_inf_ptr is not None
-    # State that no earlier step wrote, or that is written without being read, must be written even by a skipped step:
-    # what the slot holds then is nobody's.
+    # State that no earlier step wrote, or that is written without being read, is written even by a
+    # skipped step: the slot holds leftovers, and is copied back.
     WRITE_ON_SKIP: tl.constexpr = (INIT_EXP_AVG or INIT_MASTER) or (PARAM == "fp32" and MASTER != "none")
     PARAM_BYTES: tl.constexpr = 4 if PARAM == "fp32" else 2
     GRAD_BYTES: tl.constexpr = 4 if GRAD == "fp32" else 2

@@ -73,15 +73,17 @@ def lion_step_(
     kind: LaunchKind,
     signals: ScalerSignals = ScalerSignals(),  # noqa: B008 - immutable
 ) -> None:
-    """Launches one Lion step of all pieces in the table on the current stream; `reference.lion_step_` specifies it.
+    """Launches one Lion step of all pieces in the table on the current stream.
+
+    `reference.lion_step_` specifies it.
 
     Args:
-        table: ``[>= rows, 6]`` int64 on the parameters' device, see `launch.TABLE_COLUMNS`. Parameters behind its
-            addresses are updated in place, gradients are only read.
+        table: ``[>= rows, 6]`` int64 on the parameters' device, see `launch.TABLE_COLUMNS`.
+            Parameters behind its addresses are updated in place, gradients are only read.
         rows: pieces, at least 1.
         programs: sum of `programs_of` over the pieces.
-        state: stored state on the parameters' device or in page-locked host memory, updated in place at the rows' state
-            starts.
+        state: stored state on the parameters' device or in page-locked host memory, updated in
+            place at the rows' state starts.
         scalars: hyperparameters.
         kind: dtypes and a bound on the launch.
         signals: gradient scaler's signals on the parameters' device.

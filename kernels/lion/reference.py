@@ -1,4 +1,4 @@
-"""The fused Lion step in plain torch: the specification of the kernel, and the step on machines without a GPU."""
+"""The fused Lion step in plain torch: specification of the kernel, and the step on the CPU."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ class LionState(NamedTuple):
 
     Attributes:
         exp_avg: momentum.
-        master_param: master weights, their 16-bit remainder, or None if the parameter is its own master.
+        master_param: master weights, their 16-bit remainder, or None if the parameter is its own
+            master.
         init_exp_avg: take the momentum as zero instead of reading it.
         init_master: take the parameter as the master instead of reading that.
     """
@@ -118,7 +119,8 @@ def lion_step_(
         state: stored state of ``numel`` elements, updated in place.
         scalars: hyperparameters.
         grad_scale: gradients are divided by it first.
-        counter: `formats.Rounding.counter` of the first element; only read where the format is stochastic.
+        counter: `formats.Rounding.counter` of the first element; only read where the format is
+            stochastic.
     """
     lr = scalars.lr
     if isinstance(lr, torch.Tensor):
