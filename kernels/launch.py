@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -133,3 +134,20 @@ def compile_and_load(kernel: Any, arguments: Mapping[str, Any]) -> None:
     load = getattr(compiled, "_init_handles", None)  # Triton has no public name; none if interpreted
     if load is not None:
         load()
+
+
+_module = functools.cache(importlib.import_module)
+
+
+def imported_when_called(module: str, name: str) -> Callable[..., None]:
+    """A function of a module that is imported at the first call: steps on the CPU need no Triton.
+
+    Args:
+        module: dotted name.
+        name: name of the function in the module.
+    """
+
+    def call(*arguments: Any) -> None:
+        getattr(_module(module), name)(*arguments)
+
+    return call

@@ -10,12 +10,12 @@ import torch
 
 from fused_offload.kernels.adam.reference import AdamScalars, AdamState, adam_scalars, adam_step_, bias_correction
 from fused_offload.kernels.formats import Format, Stored
+from fused_offload.kernels.launch import imported_when_called
 
 from .adam_arguments import check_group_options, check_hyperparameters, check_numerics, moment_formats
 from .adam_groups import SETTINGS, TORCH_SETTINGS, catch_up_factors, check_saved_group, decay_is_unknown, torch_group
 from .arguments import lr_on, readable_lr, standing_average
 from .base import MASTER_PARAM, Phase
-from .imports import imported_when_called
 
 _LAUNCHES = "fused_offload.kernels.adam.launch"
 _KEYS = ("exp_avg", "exp_avg_sq")

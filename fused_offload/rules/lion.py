@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 from fused_offload.kernels.formats import Format, Stored
+from fused_offload.kernels.launch import imported_when_called
 from fused_offload.kernels.lion.reference import LionScalars, LionState, lion_scalars, lion_step_
 
 from .arguments import (
@@ -25,7 +26,6 @@ from .arguments import (
     standing_average,
 )
 from .base import MASTER_PARAM, Phase
-from .imports import imported_when_called
 
 _OTHER_ARGUMENTS = {
     "amsgrad": "Lion has no second moment; leave the argument out",
