@@ -54,8 +54,8 @@ class OffloadConfig:
             those that saturate the link only take multiprocessors. The default is 64.
         window_bytes: GPU bytes for state that is prefetched under the backward pass and written
             back under the next forward pass, by `OffloadOptimizer.prefetch` or
-            `OffloadOptimizer.attach`. With 0 all state streams within the step. ``"auto"`` uses
-            the memory that activations have freed, as `OffloadOptimizer.attach` measures it.
+            `OffloadOptimizer.attach`. With 0 all state streams within the step. ``"auto"`` uses the
+            memory that activations have freed, as `OffloadOptimizer.attach` measures it.
         graph: has no effect, and True gives a ``DeprecationWarning``. It replayed the step as a
             CUDA graph, which was at most 2 % faster and up to 31 % slower.
         pin: page-lock the host memory. Without it copies go through the driver's bounce buffers and

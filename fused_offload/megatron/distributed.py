@@ -148,8 +148,8 @@ class DistributedHooks:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads groups, grad scaler and, if the state dict has it, the parameters' state.
 
-        Nothing is changed when it raises. If the reader of the checkpoint has filled state in
-        place by then, steps are refused until a load succeeds.
+        Nothing is changed when it raises. If the reader of the checkpoint has filled state in place
+        by then, steps are refused until a load succeeds.
 
         Raises:
             ValueError: for a state dict that does not belong to this optimizer, or that holds

@@ -1,6 +1,7 @@
 """Runs an unmodified script with FusedOffloadAdam installed into Megatron-Core.
 
-    torchrun --nproc-per-node 8 -m fused_offload.megatron.run pretrain_gpt.py --optimizer-cpu-offload ...
+    torchrun --nproc-per-node 8 -m fused_offload.megatron.run pretrain_gpt.py
+    --optimizer-cpu-offload ...
 
 All arguments after the script's name belong to the script; the module itself has no options.
 """

@@ -47,8 +47,8 @@ def folder() -> Path:
 
     Raises:
         ImportError: if platformdirs is missing and `FOLDER_VARIABLE` is not set.
-        OSError: if the user has no home folder and `FOLDER_VARIABLE` is not set, or if that names
-            a home folder that does not exist.
+        OSError: if the user has no home folder and `FOLDER_VARIABLE` is not set, or if that names a
+            home folder that does not exist.
     """
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen:
