@@ -184,13 +184,13 @@ def limits(options: argparse.Namespace) -> tuple[int, int]:
     return gpu_bytes, host_bytes
 
 
-def limit_allocator(gpu_bytes: int, device: torch.device) -> None:
-    """Keeps torch, the CUDA context and loaded kernels together below a number of bytes."""
-    free, total = torch.cuda.mem_get_info(device)
+def limit_allocator(gpu_bytes: int) -> None:
+    """Keeps torch, the CUDA context and loaded kernels together below a number of bytes of the current GPU."""
+    free, total = torch.cuda.mem_get_info()
     allowed = gpu_bytes - (total - free) - LIBRARY_BYTES
     if allowed <= 0:
         raise SystemExit(f"--gpu-memory {gpu_bytes / 1e9:g}: {(total - free) / 1e9:.1f} GB are in use already")
-    torch.cuda.set_per_process_memory_fraction(allowed / total, device)
+    torch.cuda.set_per_process_memory_fraction(allowed / total)
 
 
 class Iteration(NamedTuple):
@@ -316,7 +316,7 @@ def case_records(options: argparse.Namespace) -> Iterator[Record]:
     make_current(device)
     gpu_bytes, host_bytes = limits(options)
     if options.gpu_memory is not None and device.type == "cuda":
-        limit_allocator(gpu_bytes, device)
+        limit_allocator(gpu_bytes)
     predicted = predict(options, gpu_bytes, host_bytes)
     names = ("layers", "width", "vocab", "length", "batch", "microbatches", "window_bytes", "in_backward", "moments")
     record: Record = {

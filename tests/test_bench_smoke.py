@@ -113,6 +113,30 @@ def test_the_step_of_a_large_model_is_timed_alone_and_shown(tmp_path: Path, monk
     assert "**Failed: 20B**: out of memory" in text
 
 
+def test_a_model_trains_within_given_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program = importlib.import_module("large_model")
+    fractions: list[float] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (139 * 10**9, 140 * 10**9))  # a context of 1 GB
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
+    program.limit_allocator(24 * 10**9)
+    (fraction,) = fractions
+    assert fraction * 140e9 == pytest.approx(24e9 - 1e9 - program.LIBRARY_BYTES)
+    with pytest.raises(SystemExit, match="1.0 GB are in use already"):
+        program.limit_allocator(10**9)
+
+
+@pytest.mark.gpu
+def test_a_model_that_does_not_fit_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "large.json"
+    limits = ["--gpu-memory", "2", "--params", "2e9", "--iterations", "3"]
+    command = [sys.executable, "bench/large_model.py", *limits, "--results", str(path)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1, run.stdout + run.stderr
+    (case,) = json.loads(path.read_text())["large"].values()
+    assert "OutOfMemoryError" in case["failed"]
+
+
 def test_the_largest_model_is_what_the_plan_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "large.json"
     limits = ["--gpu-memory", "0.02", "--host-memory", "0.005"]
