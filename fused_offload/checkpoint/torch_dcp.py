@@ -12,8 +12,8 @@ from types import FrameType
 from typing import NamedTuple
 
 _STATE_DICT_MODULE = "torch.distributed.checkpoint.state_dict"
-_GETS = "_get_optim_state_dict"  # the function behind get_optimizer_state_dict, also called by the next one
-_LOADS = "_load_optim_state_dict"  # the function behind set_optimizer_state_dict
+_GETS = "_get_optim_state_dict"  # behind get_optimizer_state_dict, and called by _LOADS, too
+_LOADS = "_load_optim_state_dict"  # behind set_optimizer_state_dict
 
 
 class Wanted(NamedTuple):

@@ -76,7 +76,7 @@ class MegatronAdam(FusedOffloadAdam):
         for index, group in enumerate(self.param_groups):
             check_params(group["params"], f"parameter group {index}")
 
-    # -- names that others call ----------------------------------------------------------------------------------
+    # -- names that others call --------------------------------------------------------------------
 
     def dummy_step(self) -> None:
         """Makes the state of every parameter. Changes no parameter, no value and no step count."""
@@ -130,7 +130,7 @@ class MegatronAdam(FusedOffloadAdam):
         self._settle_for_save()
         return pack(self.param_groups, self.state, Wanted(with_steps=True))
 
-    # -- loads that failed ---------------------------------------------------------------------------------------
+    # -- loads that failed -------------------------------------------------------------------------
 
     @property
     def failure(self) -> str | None:
@@ -160,7 +160,7 @@ class MegatronAdam(FusedOffloadAdam):
         storages = {view.untyped_storage().data_ptr() for view in views if view.numel()}
         return any(tensor.untyped_storage().data_ptr() in storages for tensor in tensors if tensor.numel())
 
-    # -- state dicts under DistributedOptimizer ------------------------------------------------------------------
+    # -- state dicts under DistributedOptimizer ----------------------------------------------------
 
     @contextlib.contextmanager
     def only_groups(self, *, step_per_param: bool) -> Iterator[None]:

@@ -51,7 +51,7 @@ class DistributedHooks:
         """The inner optimizer."""
         return inner_of(self._distributed)
 
-    # -- training ------------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     def step_with_ready_grads(self) -> bool:
         """Steps the live model parameters, also after they were moved."""
@@ -82,7 +82,7 @@ class DistributedHooks:
                 if not shard.aliases:
                     refresh_megatrons_master(shard.param, shard.weights())
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
+    # -- checkpoints -------------------------------------------------------------------------------
 
     def _get_main_param_and_optimizer_states(self, model_param: torch.Tensor) -> dict[str, torch.Tensor]:
         return read_values(self.inner, self.shards.of(model_param).param)

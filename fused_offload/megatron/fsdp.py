@@ -133,7 +133,7 @@ def _chunk_of(param: Any) -> Any:
     return ChunkStorageMetadata(offsets=torch.Size((part.start // row_numel, *(0 for _ in sizes[1:]))), sizes=sizes)
 
 
-# -- Megatron's functions ----------------------------------------------------------------------------------------
+# -- Megatron's functions --------------------------------------------------------------------------
 
 
 def leave_state_on_host() -> None:

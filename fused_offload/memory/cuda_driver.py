@@ -14,7 +14,7 @@ import torch
 _PORTABLE = 1  # CU_MEMHOSTREGISTER_PORTABLE: pinned for every context of the process
 _DEVICEMAP = 2  # CU_MEMHOSTREGISTER_DEVICEMAP: kernels may read and write it
 _TEXT_BYTES = 256
-_DEINITIALIZED = 4  # CUDA_ERROR_DEINITIALIZED: the process is going down
+_DEINITIALIZED = 4  # CUDA_ERROR_DEINITIALIZED: the process is exiting
 
 
 @functools.cache
@@ -72,7 +72,7 @@ def driver_version() -> str:
 
 
 def is_capturing() -> bool:
-    """Tells whether a CUDA graph is being captured on the current stream.
+    """True while a CUDA graph is being captured on the current stream.
 
     Nothing may wait for the device during a capture.
     """

@@ -17,7 +17,9 @@ from .host_limits import read_int
 
 SYSFS = Path("/sys")
 _MPOL_PREFERRED = 1
-_SYSTEM_CALLS = {"x86_64": (237, 279), "aarch64": (235, 239)}  # mbind, move_pages; libc has no functions for them
+_SYSTEM_CALLS = {"x86_64": (237, 279), "aarch64": (235, 239)}
+"""Numbers of mbind and move_pages, for which libc has no functions."""
+
 _BITS = 64
 _SAMPLES = 64  # pages sampled of a slab
 

@@ -191,7 +191,7 @@ class AutoPrefetch:
         optimizer = self._optimizer
         if optimizer is None:
             return
-        if self._steps >= 1 and not optimizer.window_bytes():  # state exists, and the iteration has no window yet
+        if self._steps >= 1 and not optimizer.window_bytes():  # there is state, and no window yet
             self._peak_bytes = max(self._peak_bytes, optimizer.allocated_bytes())
         if self._steps > 1 and self._seen >= self._microbatches:
             room = self._peak_bytes - optimizer.allocated_bytes()

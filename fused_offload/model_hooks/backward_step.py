@@ -113,7 +113,7 @@ class BackwardSteps:
             refuse = WeakHook(self._refuse_second_forward)
             self._handles += [model.register_forward_pre_hook(refuse) for model in models]
 
-    # -- for callers ---------------------------------------------------------------------------------------------
+    # -- for callers -------------------------------------------------------------------------------
 
     def detach(self) -> None:
         """Removes the hooks and restores waiting gradients; ``step`` is the ordinary one again.
@@ -133,7 +133,7 @@ class BackwardSteps:
         """True while the hooks are registered."""
         return bool(self._handles)
 
-    # -- for the optimizer ---------------------------------------------------------------------------------------
+    # -- for the optimizer -------------------------------------------------------------------------
 
     def check_closed(self) -> None:
         """Raises RuntimeError while some parameters were stepped and others were not."""
@@ -173,7 +173,7 @@ class BackwardSteps:
         self.drop_grads()
         self._close()
 
-    # -- hooks ---------------------------------------------------------------------------------------------------
+    # -- hooks -------------------------------------------------------------------------------------
 
     def _take(self, param: torch.Tensor) -> None:
         optimizer = self._optimizer_ref()
@@ -205,7 +205,7 @@ class BackwardSteps:
         if self._arrived and module.training and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
             raise RuntimeError(GONE)
 
-    # -- helpers -------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------
 
     def _placeholder(self, param: torch.Tensor) -> SteppedGrad:
         known = self._placeholders.get(id(param))

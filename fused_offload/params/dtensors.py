@@ -26,8 +26,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     if not is_distributed(tensor):
         return tensor
     local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    # The result of a collective that is still on its way, as tensor parallelism makes them; its
-    # data_ptr() is nobody's.
+    # The result of a collective that is still running, as tensor parallelism makes them, has no
+    # meaningful data_ptr().
     return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local  # type: ignore[attr-defined]
 
 

@@ -34,7 +34,7 @@ class TensorGuards:
         self._guards: Any = None
 
     def match(self, tensors: Sequence[torch.Tensor | None]) -> bool:
-        """Truth for each tensor: it has the remembered metadata."""
+        """True if the tensors have the remembered metadata, one by one."""
         if len(tensors) != self._count:
             return False
         if self._guards is None:

@@ -48,7 +48,7 @@ class Updates(NamedTuple):
     copied: list[tuple[torch.Tensor, torch.Tensor]]
 
     def write_copies_back(self) -> None:
-        """Enqueues the writes of what was updated in a copy, behind the step."""
+        """Enqueues the write-back of parameters that were stepped in a copy."""
         for param, copy in self.copied:
             param.copy_(copy)
 
@@ -81,7 +81,8 @@ class ParamTracker:
         self._param_guards = TensorGuards(())
         self._addresses = addresses_of([])
         self._numels = self._span_bytes = np.empty(0, np.int64)
-        self._good_metadata: list[Metadata] = []  # of each parameter's last gradient that was read in place
+        # Of each parameter's last gradient that was read where it was.
+        self._good_metadata: list[Metadata] = []
         self._present: list[int] = []
         self._grad_guards = TensorGuards(())
         self._spans: ParamSpans | None = None
@@ -106,7 +107,7 @@ class ParamTracker:
             Parameters with gradients.
 
         Raises:
-            TypeError: for what cannot be a parameter or a gradient.
+            TypeError: for values that cannot be parameters or gradients.
             RuntimeError: for tensors that cannot be updated, do not fit together or overlap.
         """
         params = [param for group in param_groups for param in group["params"]]
@@ -126,7 +127,8 @@ class ParamTracker:
         elif decoupled:
             found = [getattr(param, "decoupled_grad", None) for param in params]
         else:
-            found = [param._grad for param in params]  # as .grad, without its warning for views of a flat buffer
+            # As .grad, without its warning for views of a flat buffer.
+            found = [param._grad for param in params]
         if self._some_distributed:
             found = list(map(local_grad, params, found, self.groups))
         return self._like_last(found) or self._checked(found)
@@ -210,7 +212,7 @@ class ParamTracker:
         )
         spans = ParamSpans(self._addresses[places], self._span_bytes[places], self._numels[places] * _itemsizes(dtypes))
         spans.check_apart(updates.grad_addresses)
-        if not copied:  # what was copied has to be copied again at every step
+        if not copied:  # copies have to be made again at every step
             guards = TensorGuards([self._good_metadata[index] for index in positions])
             self._present, self._grad_guards, self._spans = present, guards, spans
             self._last = updates._replace(grads=[])

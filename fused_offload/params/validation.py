@@ -107,7 +107,7 @@ def check_grad(param: torch.Tensor, grad: Any, group: int) -> None:
 
     Args:
         param: this rank's part of the parameter.
-        grad: what was found in place of a gradient.
+        grad: the gradient, or whatever stands in its place.
         group: index of the parameter group.
 
     Raises:
@@ -196,7 +196,7 @@ class ParamSpans:
         """Raises where a gradient of the same updates shares memory with a parameter."""
         if not len(self._starts):
             return
-        # last parameter to start before the gradient ends
+        # The last parameter that starts before the gradient ends.
         before = np.searchsorted(self._starts, grad_addresses + self._grad_bytes, side="left") - 1
         if ((before >= 0) & (self._ends[before] > grad_addresses)).any():
             raise RuntimeError(

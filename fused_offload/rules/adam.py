@@ -63,7 +63,7 @@ class AdamRule:
         """Stored format of both moments."""
         return moment_formats(self.exp_avg_dtype, self.exp_avg_sq_dtype, stochastic_rounding=self.stochastic_rounding)
 
-    # -- groups ------------------------------------------------------------------------------------------------
+    # -- groups ------------------------------------------------------------------------------------
 
     def check_group(self, group: Mapping[str, Any], *, lr_required: bool = False) -> None:
         """Raises for hyperparameters that no step can use."""
@@ -103,7 +103,7 @@ class AdamRule:
         """Factors that keep the bias-corrected moments."""
         return catch_up_factors(group, count)
 
-    # -- arithmetic --------------------------------------------------------------------------------------------
+    # -- arithmetic --------------------------------------------------------------------------------
 
     def bind(self, stored: Mapping[str, Stored], initial: Set[str]) -> AdamState:
         """State under Adam's names."""

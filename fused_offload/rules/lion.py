@@ -76,7 +76,7 @@ class LionRule:
         format = EXP_AVG_FORMATS[self.exp_avg_dtype]
         return {"exp_avg": rounded_format(format, stochastic_rounding=self.stochastic_rounding)}
 
-    # -- groups ------------------------------------------------------------------------------------------------
+    # -- groups ------------------------------------------------------------------------------------
 
     def check_group(self, group: Mapping[str, Any], *, lr_required: bool = False) -> None:
         """Raises for hyperparameters that no step can use."""
@@ -114,7 +114,7 @@ class LionRule:
         """No factors: nothing depends on the number of steps."""
         return {}
 
-    # -- arithmetic --------------------------------------------------------------------------------------------
+    # -- arithmetic --------------------------------------------------------------------------------
 
     def bind(self, stored: Mapping[str, Stored], initial: Set[str]) -> LionState:
         """State under Lion's names."""

@@ -117,7 +117,7 @@ class ParamState:
             return
         self.hooks.wait()
         kept = {}
-        for key in self.views:  # a copy, in the stored dtype or, where that needs scales, in float32
+        for key in self.views:  # copies, in the stored dtype or, with scales, in float32
             stored = self.stored(key)
             kept[key] = self.shaped(decode(stored) if stored.format.scaled else stored.data.clone())
         self.strides = strides

@@ -168,8 +168,7 @@ class Devices:
 
     def allocators(self) -> list[dict[str, Any]]:
         """Statistics of torch's allocator on the devices in use, without those that keep none."""
-        # As torch keeps them: torch.cuda.memory_allocated sorts all of them into a flat dictionary
-        # first.
+        # Nested, as torch keeps them: memory_allocated first sorts all into a flat dictionary.
         stats = [torch.cuda.memory_stats_as_nested_dict(device) for device in self.pipelines]
         return [known for known in stats if known]
 

@@ -81,7 +81,7 @@ class Stepper:
             given: gradients by the ``id`` of their parameter, if not those on the parameters.
 
         Raises:
-            TypeError: for what cannot be a parameter or a gradient.
+            TypeError: for values that cannot be parameters or gradients.
             RuntimeError: for tensors that cannot be updated, do not fit together, or do not fit
                 their state.
         """
