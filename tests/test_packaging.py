@@ -148,3 +148,21 @@ def test_kernels_refuses_to_be_a_top_level_module() -> None:
 def test_tests_do_not_see_the_folder_as_a_top_level_module() -> None:
     spec = importlib.util.find_spec("kernels")
     assert spec is None or not Path(str(spec.origin)).is_relative_to(ROOT / "kernels")
+
+
+@pytest.mark.parametrize(
+    ("version", "words"),
+    [
+        ("9.9.9", 'fused_offload/__init__.py has no line: __version__ = "9.9.9"'),
+        (fused_offload.__version__, f"CHANGELOG.md has no section {fused_offload.__version__}"),
+    ],
+)
+def test_a_release_of_another_version_is_not_built(version: str, words: str, tmp_path: Path) -> None:
+    for name in ("fused_offload/__init__.py", "tools/build_release.sh", "CITATION.cff"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n")
+    run = subprocess.run(["bash", str(tmp_path / "tools/build_release.sh"), version], capture_output=True, text=True)
+    assert run.returncode == 1
+    assert words in run.stderr
+    assert not (tmp_path / "dist").exists()
