@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .formats import Whole
+from .formats import Stored, Whole
 
 BLOCK_NUMEL = 1024
 """Elements that one program updates; a multiple of the scale block."""
@@ -87,6 +87,49 @@ def programs_of(numel: Whole) -> Whole:
 def raw_pointer(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """A tensor as kernels take it: bfloat16 as its bits."""
     return tensor.view(torch.int16) if tensor is not None and tensor.dtype == torch.bfloat16 else tensor
+
+
+def shared_arguments(
+    table: torch.Tensor,
+    rows: int,
+    programs: int,
+    master: Stored | None,
+    lr: float | torch.Tensor,
+    kind: LaunchKind,
+    signals: ScalerSignals,
+) -> dict[str, Any]:
+    """Arguments that the kernels of all rules take, by name.
+
+    Args:
+        table: address table, see `TABLE_COLUMNS`.
+        rows: pieces of the launch.
+        programs: sum of `programs_of` over them.
+        master: stored master weights or None.
+        lr: learning rate, or a one-element tensor that the kernel reads.
+        kind: properties of the launch.
+        signals: a gradient scaler's signals.
+    """
+    lr_on_device = isinstance(lr, torch.Tensor)
+    return {
+        "table_ptr": table,
+        "rows": rows,
+        "blocks": programs,
+        "master_ptr": None if master is None else master.data,
+        "master_scale_ptr": None if master is None else master.scale,
+        "lr": 0.0 if lr_on_device else lr,
+        "lr_ptr": lr if lr_on_device else None,
+        "skips_ptr": signals.skips,
+        "skips_before": signals.skips_before,
+        "grad_scale_ptr": signals.grad_scale,
+        "found_inf_ptr": signals.found_inf,
+        "PARAM": NAME_OF_DTYPE[kind.param_dtype],
+        "GRAD": NAME_OF_DTYPE[kind.grad_dtype],
+        "MASTER": "none" if master is None else master.format.name,
+        "ALIGNED": kind.aligned,
+        "BLOCK": BLOCK_NUMEL,
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
 
 
 @functools.cache

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from fused_offload.kernels.launch import (
-    BLOCK_NUMEL,
-    NAME_OF_DTYPE,
     LaunchKind,
     ScalerSignals,
     compile_and_load,
     raw_pointer,
+    shared_arguments,
 )
 
 from .kernel import adam_kernel
@@ -28,22 +27,14 @@ def _arguments(
     kind: LaunchKind,
     signals: ScalerSignals,
 ) -> dict[str, Any]:
-    master = state.master_param
-    lr_on_device = isinstance(scalars.lr, torch.Tensor)
     return {
-        "table_ptr": table,
-        "rows": rows,
-        "blocks": programs,
+        **shared_arguments(table, rows, programs, state.master_param, scalars.lr, kind, signals),
         "exp_avg_ptr": raw_pointer(state.exp_avg.data),
         "exp_avg_scale_ptr": state.exp_avg.scale,
         "exp_avg_sq_ptr": raw_pointer(state.exp_avg_sq.data),
         "exp_avg_sq_scale_ptr": state.exp_avg_sq.scale,
-        "master_ptr": None if master is None else master.data,
-        "master_scale_ptr": None if master is None else master.scale,
         "rounding_seed": scalars.rounding_seed,
         "rounding_step": scalars.step,
-        "lr": 0.0 if lr_on_device else scalars.lr,
-        "lr_ptr": scalars.lr if lr_on_device else None,
         "beta1": scalars.beta1,
         "one_minus_beta1": scalars.one_minus_beta1,
         "beta2": scalars.beta2,
@@ -53,25 +44,14 @@ def _arguments(
         "bias_correction1": scalars.bias_correction1,
         "bias_correction2": scalars.bias_correction2,
         "corrections_ptr": signals.skip_rows,
-        "skips_ptr": signals.skips,
-        "skips_before": signals.skips_before,
-        "grad_scale_ptr": signals.grad_scale,
-        "found_inf_ptr": signals.found_inf,
-        "PARAM": NAME_OF_DTYPE[kind.param_dtype],
-        "GRAD": NAME_OF_DTYPE[kind.grad_dtype],
         "EXP_AVG": state.exp_avg.format.name,
         "EXP_AVG_SQ": state.exp_avg_sq.format.name,
-        "MASTER": "none" if master is None else master.format.name,
         "INIT_MOMENTS": state.init_moments,
         "INIT_MASTER": state.init_master,
         "ADAM_W": scalars.adam_w_mode,
         "STOCHASTIC": state.exp_avg.format.stochastic or state.exp_avg_sq.format.stochastic,
         "NUMERICS": kind.numerics,
-        "ALIGNED": kind.aligned,
         "LOOP": kind.max_programs is not None,
-        "BLOCK": BLOCK_NUMEL,
-        "num_warps": 4,
-        "enable_fp_fusion": False,
     }
 
 

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 
 from fused_offload.kernels.launch import (
-    BLOCK_NUMEL,
-    NAME_OF_DTYPE,
     LaunchKind,
     ScalerSignals,
     compile_and_load,
     raw_pointer,
+    shared_arguments,
 )
 
 from .kernel import lion_kernel
@@ -28,39 +27,20 @@ def _arguments(
     kind: LaunchKind,
     signals: ScalerSignals,
 ) -> dict[str, Any]:
-    master = state.master_param
-    lr_on_device = isinstance(scalars.lr, torch.Tensor)
     return {
-        "table_ptr": table,
-        "rows": rows,
-        "blocks": programs,
+        **shared_arguments(table, rows, programs, state.master_param, scalars.lr, kind, signals),
         "exp_avg_ptr": raw_pointer(state.exp_avg.data),
         "exp_avg_scale_ptr": state.exp_avg.scale,
-        "master_ptr": None if master is None else master.data,
-        "master_scale_ptr": None if master is None else master.scale,
         "rounding_seed": scalars.rounding_seed,
         "rounding_step": scalars.step,
-        "lr": 0.0 if lr_on_device else scalars.lr,
-        "lr_ptr": scalars.lr if lr_on_device else None,
         "beta1": scalars.beta1,
         "one_minus_beta1": scalars.one_minus_beta1,
         "beta2": scalars.beta2,
         "one_minus_beta2": scalars.one_minus_beta2,
         "weight_decay": scalars.weight_decay,
-        "skips_ptr": signals.skips,
-        "skips_before": signals.skips_before,
-        "grad_scale_ptr": signals.grad_scale,
-        "found_inf_ptr": signals.found_inf,
-        "PARAM": NAME_OF_DTYPE[kind.param_dtype],
-        "GRAD": NAME_OF_DTYPE[kind.grad_dtype],
         "EXP_AVG": state.exp_avg.format.name,
-        "MASTER": "none" if master is None else master.format.name,
         "INIT_EXP_AVG": state.init_exp_avg,
         "INIT_MASTER": state.init_master,
-        "ALIGNED": kind.aligned,
-        "BLOCK": BLOCK_NUMEL,
-        "num_warps": 4,
-        "enable_fp_fusion": False,
     }
 
 
