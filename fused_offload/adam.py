@@ -66,7 +66,7 @@ class FusedOffloadAdam(OffloadOptimizer):
             rounded so.
         rounding_seed: seed of that rounding, in [0, 2^31). The same seed and steps give the same
             bits, whatever the chunks; a resumed run goes on with the same numbers.
-        offload: what lives in host memory and how it moves.
+        offload: share of state in host memory, and its transfer.
         **unsupported: none; arguments of ``torch.optim.AdamW`` that do not exist here are refused
             by name.
 

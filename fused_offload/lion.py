@@ -43,7 +43,7 @@ class FusedOffloadLion(OffloadOptimizer):
             often. An 8-bit momentum is always rounded so.
         rounding_seed: seed of that rounding, in [0, 2^31). The same seed and steps give the same
             bits, whatever the chunks; a resumed run goes on with the same numbers.
-        offload: storage of the state, and how it moves.
+        offload: share of state in host memory, and its transfer.
 
     Raises:
         ValueError: for hyperparameters out of range and parameters given twice.

@@ -8,8 +8,8 @@ float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,12 +30,6 @@ def _exported(entry: StateEntry, key: str) -> torch.Tensor:
     return entry.outside(key, entry.peek(key))
 
 
-def _indices(param_groups: Sequence[dict[str, Any]]) -> dict[int, int]:
-    """Position of each parameter over all groups, by identity."""
-    params = [param for group in param_groups for param in group["params"]]
-    return {id(param): index for index, param in enumerate(params)}
-
-
 def _packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     packed, position = [], 0
     for group in param_groups:
@@ -48,7 +42,19 @@ def _packed_groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any
     return packed
 
 
-def _bound_entries(state: StateMapping, indices: Mapping[int, int]) -> list[tuple[int, StateEntry]]:
+class _Packed(NamedTuple):
+    position: int  # of the parameter, over all groups
+    entry: StateEntry
+    step: int  # that of the group
+
+
+def _bound_entries(
+    param_groups: Sequence[dict[str, Any]], groups: Sequence[dict[str, Any]], state: StateMapping
+) -> list[_Packed]:
+    """Entries with storage, in group order."""
+    params = [param for group in param_groups for param in group["params"]]
+    indices = {id(param): index for index, param in enumerate(params)}
+    steps = [group.get("step", 0) for group in groups for _ in group["params"]]
     entries = []
     for param, entry in state.items():
         if not entry.storage.bound:
@@ -58,8 +64,9 @@ def _bound_entries(state: StateMapping, indices: Mapping[int, int]) -> list[tupl
                 f"A parameter of shape {tuple(param.shape)} has state but is in no parameter group, so its state could "
                 "not be found again after a load. Put it back into param_groups, or drop optimizer.state[param]."
             )
-        entries.append((indices[id(param)], entry))
-    return sorted(entries, key=lambda item: item[0])
+        index = indices[id(param)]
+        entries.append(_Packed(index, entry, steps[index]))
+    return sorted(entries, key=lambda packed: packed.position)
 
 
 def pack(param_groups: Sequence[dict[str, Any]], state: StateMapping, wanted: Wanted = Wanted()) -> dict[str, Any]:  # noqa: B008 - immutable
@@ -74,12 +81,11 @@ def pack(param_groups: Sequence[dict[str, Any]], state: StateMapping, wanted: Wa
         RuntimeError: for a parameter with state that is in no group.
     """
     groups = _packed_groups(param_groups)
-    steps = {index: group.get("step", 0) for group in groups for index in group["params"]}
     packed = {}
-    for index, entry in _bound_entries(state, _indices(param_groups)):
+    for index, entry, step in _bound_entries(param_groups, groups, state):
         entry.storage.fill_master()
         values = {key: _as_wanted(entry, key, wanted) for key in entry}
-        packed[index] = {"step": _step_tensor(steps[index]), **values} if wanted.with_steps else values
+        packed[index] = {"step": _step_tensor(step), **values} if wanted.with_steps else values
     return {"state": packed, "param_groups": groups}
 
 
@@ -109,9 +115,8 @@ def pack_for_torch(param_groups: Sequence[dict[str, Any]], state: StateMapping, 
         RuntimeError: for a parameter with state that is in no group.
     """
     groups = _packed_groups(param_groups)
-    steps = {index: group.get("step", 0) for group in groups for index in group["params"]}
-    packed = {}
-    for index, entry in _bound_entries(state, _indices(param_groups)):
-        values = {key: entry.get_unscaled(key) for key in rule.keys}
-        packed[index] = {"step": _step_tensor(steps[index]), **values}
+    packed = {
+        index: {"step": _step_tensor(step), **{key: entry.get_unscaled(key) for key in rule.keys}}
+        for index, entry, step in _bound_entries(param_groups, groups, state)
+    }
     return {"state": packed, "param_groups": [rule.torch_group(group) for group in groups]}
