@@ -127,7 +127,7 @@ def script_arguments(options: argparse.Namespace) -> list[str]:
     data_parallel = options.gpus // (options.tp * options.pp)
     arguments = [
         *("--num-layers", options.layers, "--hidden-size", options.width),
-        *("--num-attention-heads", max(1, options.width // 128)),
+        *("--num-attention-heads", max(options.tp, options.width // 128)),
         *("--seq-length", options.length, "--max-position-embeddings", options.length),
         *("--position-embedding-type", "rope", "--normalization", "RMSNorm", "--swiglu", "--disable-bias-linear"),
         *("--untie-embeddings-and-output-weights", "--attention-dropout", 0, "--hidden-dropout", 0),

@@ -18,6 +18,7 @@ if str(_HERE) not in sys.path:
     sys.path.append(str(_HERE))
 
 import plots  # noqa: E402
+from megatron_lm_table import whole_lines  # noqa: E402
 from quality_table import quality_lines  # noqa: E402
 from summary import PEAK_TFLOPS, link, model_tflops, pictured, summary  # noqa: E402
 from table import Column, Record, machine_lines, markdown, number, plain_table, report  # noqa: E402
@@ -77,6 +78,8 @@ class Results:
             return "large models on one GPU"
         if "together" in record:
             return "several GPUs of one host"
+        if "whole" in record:
+            return "Megatron-LM's pretrain_gpt.py"
         if "runs" in record:
             return "held-out loss by stored format"
         return "training loop" if self.loop else "training in Megatron-Core"
@@ -124,6 +127,8 @@ class Results:
                 yield from _large_lines(self.record)
             elif "together" in self.record:
                 yield from _together_lines(self.record["together"])
+            elif "whole" in self.record:
+                yield from whole_lines(self.record)
             elif "runs" in self.record:
                 yield from quality_lines(self.record["runs"])
             else:
