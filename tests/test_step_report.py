@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -44,6 +45,7 @@ def marks(**changed: Any) -> StepMarks:
         "to_device": (span((100, 90), 104, 20_000_000),),
         "to_host": (span(100, 105, 20_000_000), span(110, 111, 10_000_000)),
         "window_bytes": 11_000_000,
+        "host_ms": 4.0,
     }
     return StepMarks(**{**fields, **changed})
 
@@ -58,8 +60,8 @@ def test_bytes_speeds_and_shares() -> None:
     assert report.prefetched_share == pytest.approx(1 / 3)
     assert report.link_share == pytest.approx(0.6)
     assert str(report) == (
-        "10.0 ms exposed, 0.030 GB in at 6.0 GB/s, 0.030 GB out at 5.0 GB/s, 60% of the link, 33% prefetched, "
-        "window 0.011 GB"
+        "10.0 ms exposed, host 4.0 ms, 0.030 GB in at 6.0 GB/s, 0.030 GB out at 5.0 GB/s, 60% of the link, "
+        "33% prefetched, window 0.011 GB"
     )
 
 
@@ -68,13 +70,14 @@ def test_nothing_moved() -> None:
     report = report_of([step], 10.0)
     assert (report.to_device_gbps, report.to_host_gbps, report.link_share) == (None, None, None)
     assert report.prefetched_share == 0
-    assert str(report) == "10.0 ms exposed, 0.000 GB in, 0.000 GB out, 0% prefetched, window 0.000 GB"
+    assert str(report) == "10.0 ms exposed, host 4.0 ms, 0.000 GB in, 0.000 GB out, 0% prefetched, window 0.000 GB"
 
 
 def test_parts_of_a_step_add_up() -> None:
     part, other = marks(), marks(began=At(200), computed=At(205), prefetched=(), window_bytes=0)
     report = report_of([part, other], None)
     assert report.exposed_ms == 15
+    assert report.host_ms == 8
     assert (report.bytes_to_device, report.bytes_to_host) == (50_000_000, 60_000_000)
     assert report.to_device_gbps == pytest.approx(50 / 9)
     assert report.prefetched_share == pytest.approx(10 / 50)
@@ -142,3 +145,37 @@ def test_on_the_cpu_nothing_moves() -> None:
     param.grad = torch.ones(8)
     optimizer.step()
     assert optimizer.last_step_report() is None
+
+
+def test_the_time_of_a_step_begins_with_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    import simulated_device
+    from simulated_device import SCHEDULES, SimulatedDevice
+
+    sim = SimulatedDevice(next(iter(SCHEDULES)))
+    with simulated_device.installed(sim, monkeypatch):
+        param = torch.nn.Parameter(sim.to_device(torch.ones(300)))
+        param.grad = sim.to_device(torch.ones(300))
+        optimizer = FusedOffloadAdam([param])
+        optimizer.step()
+        (pipeline,) = optimizer._stepper.devices.pipelines.values()
+        seen: list[StepMarks] = []
+        monkeypatch.setattr(pipeline.log, "add", lambda number, marks: seen.append(marks))
+        observe = optimizer._stepper._watch.observe
+
+        def slow(*args: Any) -> Any:
+            time.sleep(0.05)  # of the host; the event before it is that of the call
+            called.append(pipeline._called)
+            return observe(*args)
+
+        called: list[Any] = []
+        monkeypatch.setattr(optimizer._stepper._watch, "observe", slow)
+        optimizer.step()
+        assert seen[0].host_ms > 50
+        assert seen[0].began is called[0][0]
+        pipeline.prefetch_host_seconds = 1.0  # of hooks before the step
+        optimizer.step()
+        assert seen[1].host_ms > 1000
+        assert pipeline.prefetch_host_seconds == 0
+        torch.cuda.synchronize()
+        optimizer.close()

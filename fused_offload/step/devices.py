@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -139,6 +140,11 @@ class Devices:
         for device in sorted({layout.device for layout, _ in streamed}, key=str):
             self._pipeline(device).reserve([(layout, n) for layout, n in streamed if layout.device == device])
 
+    def note_call(self) -> None:
+        """Notes the beginning of a step, or of a part of one, for its report."""
+        for pipeline in self.pipelines.values():
+            pipeline.note_call()
+
     def prefetch(self, blocks: Sequence[WindowBlock]) -> None:
         """Starts to load blocks of state; see `Window.prefetch`.
 
@@ -150,7 +156,9 @@ class Devices:
                 if device == _CPU:
                     continue
                 here = [block for block in blocks if block.extent.layout.device == device]
+                began = time.perf_counter()
                 self._pipeline(device).window.prefetch(here)
+                self._pipeline(device).prefetch_host_seconds += time.perf_counter() - began
 
     def window(self) -> tuple[WindowBlock, ...]:
         """Blocks of state that are on a GPU or on their way there."""

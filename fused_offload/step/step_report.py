@@ -13,9 +13,11 @@ class StepReport:
     """One step, with the prefetch before it and the write-back behind it. GB is 1e9 bytes.
 
     Attributes:
-        exposed_ms: from the step's beginning on the caller's stream to its last kernel, for which
-            training waits. The kernels themselves are part of it, as they are where all state is on
-            the GPU.
+        exposed_ms: from the call of ``step()``, as the caller's stream reaches it, to the last
+            kernel, for which training waits. Where that stream was idle, as after reading the
+            gradient norm, the host time of the step is part of it. So are the kernels themselves,
+            as they are where all state is on the GPU. Not part of it is what copies slow down other
+            kernels.
         bytes_to_device: state that was prefetched or streamed in.
         bytes_to_host: state that was written back.
         to_device_gbps: those bytes over the time in which they were under way, or None if there
@@ -27,6 +29,7 @@ class StepReport:
         link_share: the greater of both speeds over what plain copies in both directions at once
             reach, as ``fused-offload tune`` measured it; None where it did not, or nothing was
             moved.
+        host_ms: host time of ``step()`` and of the prefetches before it, exposed or not.
     """
 
     exposed_ms: float
@@ -37,10 +40,11 @@ class StepReport:
     window_bytes: int
     prefetched_share: float
     link_share: float | None = None
+    host_ms: float = 0.0
 
     def __str__(self) -> str:
         """One line for a log."""
-        parts = [f"{self.exposed_ms:.1f} ms exposed"]
+        parts = [f"{self.exposed_ms:.1f} ms exposed, host {self.host_ms:.1f} ms"]
         for direction, nbytes, gbps in (
             ("in", self.bytes_to_device, self.to_device_gbps),
             ("out", self.bytes_to_host, self.to_host_gbps),
@@ -75,6 +79,7 @@ def report_of(parts: Sequence[StepMarks], link_gbps: float | None) -> StepReport
         window_bytes=max(part.window_bytes for part in parts),
         prefetched_share=_bytes(prefetched) / to_device if to_device else 0.0,
         link_share=max(known) / link_gbps if known and link_gbps else None,
+        host_ms=sum(part.host_ms for part in parts),
     )
 
 
@@ -94,6 +99,7 @@ def combined(reports: Sequence[StepReport]) -> StepReport | None:
         window_bytes=sum(report.window_bytes for report in reports),
         prefetched_share=prefetched / to_device if to_device else 0.0,
         link_share=min(shares, default=None),
+        host_ms=max(report.host_ms for report in reports),
     )
 
 

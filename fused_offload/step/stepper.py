@@ -85,6 +85,7 @@ class Stepper:
             RuntimeError: for tensors that cannot be updated, do not fit together, or do not fit
                 their state.
         """
+        self.devices.note_call()
         with profiler_range("check"):
             updates = self._watch.observe(param_groups, decoupled_grad, given)
             self._check_entries(updates, rule)

@@ -49,6 +49,7 @@ marked as failed from its first change to its last (`Stepper.step`), and takes n
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -99,6 +100,7 @@ class Pipeline:
         write_backs: events of completed state.
         skips: counts steps that the device skipped.
         log: timing events of the last steps.
+        prefetch_host_seconds: host time of the prefetches for the next step.
     """
 
     def __init__(self, device: torch.device, config: OffloadConfig) -> None:
@@ -112,6 +114,8 @@ class Pipeline:
         self._upload = UploadBuffer(device)
         self._compiled: set[Any] = set()
         self._computed: torch.cuda.Event | None = None
+        self._called: tuple[torch.cuda.Event, float] | None = None
+        self.prefetch_host_seconds = 0.0
         self._is_enqueueing = False
         keep_in_children(self)
 
@@ -130,6 +134,11 @@ class Pipeline:
                 self.queues.begin()
                 self.queues.require(self, need)
                 self.queues.end()
+
+    def note_call(self) -> None:
+        """Notes the beginning of a step, or of a part of one, on the current stream and on the host."""
+        current = torch.cuda.current_stream(self.queues.device)
+        self._called = CudaOps(self.queues).record(current, timing=True), time.perf_counter()
 
     def prepare(self, plan: StepPlan, inputs: StepInputs) -> PreparedStep:
         """Does everything of a step that can fail.
@@ -183,6 +192,8 @@ class Pipeline:
         in_window = self.window.chunks(plan.in_window, launch, ops)
         window_bytes = self.window.nbytes
         began = ops.record(ops.compute, timing=True)
+        called, host_began = self._called or (began, time.perf_counter())
+        self._called = None
         copies_began = ops.record(ops.h2d, timing=True)
         streamed = [StreamedChunk(transfer, partial(launch, index)) for index, transfer in plan.transfers.items()]
         ring = self.queues.ring
@@ -208,7 +219,9 @@ class Pipeline:
             *from_window,
         )
         prefetched = self.window.take_copies()
-        self.log.add(number, StepMarks(began, computed, prefetched, to_device, to_host, window_bytes))
+        host_ms = (time.perf_counter() - host_began + self.prefetch_host_seconds) * 1e3
+        self.prefetch_host_seconds = 0.0
+        self.log.add(number, StepMarks(called, computed, prefetched, to_device, to_host, window_bytes, host_ms))
         if step.found_inf is not None:
             self.skips.count(step.found_inf, partial(ops.record, ops.compute))
             self._computed = ops.record(ops.compute)

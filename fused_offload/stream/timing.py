@@ -29,12 +29,13 @@ class StepMarks(NamedTuple):
     """Timing events of one step on one device; they are recorded as the step is enqueued and read much later.
 
     Attributes:
-        began: on the caller's stream, before the step's first kernel.
+        began: on the caller's stream, when the step was called.
         computed: behind its last kernel.
         prefetched: copies into the window.
         to_device: copies of streamed state.
         to_host: write-backs.
         window_bytes: GPU bytes of the window.
+        host_ms: host time from the call to the last operation, and of the prefetches before it.
     """
 
     began: Any
@@ -43,6 +44,7 @@ class StepMarks(NamedTuple):
     to_device: tuple[Span, ...]
     to_host: tuple[Span, ...]
     window_bytes: int
+    host_ms: float = 0.0
 
     @property
     def has_ended(self) -> bool:
