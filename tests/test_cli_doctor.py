@@ -59,12 +59,24 @@ def test_a_good_machine() -> None:
     assert exit_code(findings) == 0
 
 
+def test_gpus_that_do_not_disturb_each_other() -> None:
+    assert found(dataclasses.replace(GOOD, duplex_gbps=(47.0, 46.0)), "all GPUs at once").level == "ok"
+
+
+def test_only_gpus_that_work_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "duplex_gbps", lambda devices: 60.0 / len(devices) - 10 * (devices[0].index == 2))
+    broken = dataclasses.replace(H100, error="lost")
+    assert machine._alone_and_together([H100, broken]) is None
+    assert machine._alone_and_together([H100, broken, H100]) == (50.0, 30.0)
+
+
 BAD = [
     (with_gpu(link=Link(generation=3, generation_max=5, width=16, width_max=16)), "GPU 0: link", "warning", "PCIe 3"),
     (with_gpu(link=Link(generation=3, generation_max=3, width=8, width_max=16)), "GPU 0: link", "warning", "x8"),
     (with_gpu(nvml_error="No module named 'pynvml'"), "GPU 0: link", "warning", "pynvml"),
     (with_gpu(h2d_gbps=20.0), "GPU 0: host to device", "warning", "20.0 GB/s"),
     (with_gpu(d2h_gbps=20.0), "GPU 0: device to host", "warning", "20.0 GB/s"),
+    (dataclasses.replace(GOOD, duplex_gbps=(47.0, 19.4)), "all GPUs at once", "warning", "19.4 GB/s each way and GPU"),
     (with_gpu(error="RuntimeError: uncorrectable ECC error"), "GPU 0", "problem", "ECC"),
     (
         dataclasses.replace(

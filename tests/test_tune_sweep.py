@@ -391,3 +391,38 @@ def test_the_link_is_measured_down_up_and_both_ways(monkeypatch: pytest.MonkeyPa
     for rate in rates:
         assert (rate.h2d_gbps, rate.d2h_gbps, rate.duplex_gbps) == pytest.approx((50, 40, 30))
     assert told == [("link", 0, 2), ("link", 1, 2), ("link", 2, 2)]
+
+
+def test_gpus_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = pytest.importorskip("fused_offload.tuning.link")
+    idle = []
+
+    def queues(device: torch.device) -> Any:
+        def stream(way: str) -> Any:
+            name = f"{device}{way}"
+            return types.SimpleNamespace(cuda_stream=name, synchronize=lambda: idle.append(name))
+
+        return types.SimpleNamespace(h2d=stream("down"), d2h=stream("up"))
+
+    monkeypatch.setattr(link.DeviceQueues, "of", queues)
+    monkeypatch.setattr(link, "PinnedSlab", lambda nbytes, **_: PinnedSlab(nbytes, pin=False))
+    monkeypatch.setattr(link.torch.cuda, "device", lambda device: contextlib.nullcontext())
+    moved: dict[str, int] = {}
+
+    def copier(to: int, begin: int, nbytes: int, on: str) -> None:
+        moved[on] = moved.get(on, 0) + nbytes
+
+    monkeypatch.setattr(link.cuda_driver, "copy_to_device_async", copier)
+    monkeypatch.setattr(link.cuda_driver, "copy_to_host_async", copier)
+
+    def took(run: Callable[[], None]) -> float:
+        run()
+        return sum(moved.values()) / 100.0 / 1e6  # 100 GB/s of host memory for all of them
+
+    monkeypatch.setattr(link, "_wall_ms", took)
+    devices = [torch.device("cpu"), torch.device("cpu", 0)]
+    assert link.duplex_gbps(devices) == pytest.approx(25)
+    assert set(idle) == {"cpudown", "cpuup", "cpu:0down", "cpu:0up"} == moved.keys()
+    assert len(set(moved.values())) == 1
+    moved.clear()
+    assert link.duplex_gbps(devices[:1]) == pytest.approx(50)

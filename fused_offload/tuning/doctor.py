@@ -15,6 +15,9 @@ _GOOD_SHARE = 0.7
 _GOOD_NODE_SHARE = 0.6
 """Acceptable share of the speed at which the GPU reads from the best NUMA node."""
 
+_GOOD_SHARED = 0.9
+"""Acceptable speed of a GPU's copies while all GPUs copy, against that GPU by itself."""
+
 _GOOD_ROOM = 0.5
 """Share of the host's memory that should be free: state is the largest thing on the host."""
 
@@ -55,7 +58,14 @@ def examine(machine: Machine) -> list[Finding]:
     Args:
         machine: facts of the machine.
     """
-    return [*_versions(machine), *_gpus(machine), *_numa(machine), *_host(machine), *_megatron(machine)]
+    return [
+        *_versions(machine),
+        *_gpus(machine),
+        *_together(machine),
+        *_numa(machine),
+        *_host(machine),
+        *_megatron(machine),
+    ]
 
 
 def _versions(machine: Machine) -> list[Finding]:
@@ -168,6 +178,21 @@ def _bandwidth(name: str, gpu: Gpu) -> list[Finding]:
             advice = "Stop what else uses the link or host memory; run on the GPU's NUMA node (numactl)"
             findings.append(Finding("warning", what, found, advice))
     return findings
+
+
+def _together(machine: Machine) -> list[Finding]:
+    """Finding about several GPUs of a host, which share its memory."""
+    if machine.duplex_gbps is None:
+        return []
+    alone, together = machine.duplex_gbps
+    what, found = "all GPUs at once", f"{together:.1f} GB/s each way and GPU, one by itself {alone:.1f}"
+    if together >= _GOOD_SHARED * alone:
+        return [Finding("ok", what, found)]
+    advice = (
+        f"They share the host's memory: fused-offload plan --link-gbps {together:.0f}. Narrower moments, a share of "
+        "the state on the GPU (fraction) and more tokens a step help"
+    )
+    return [Finding("warning", what, found, advice)]
 
 
 def _profile(name: str, gpu: Gpu) -> list[Finding]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -70,6 +71,35 @@ def measure_link(device: torch.device, report: Report) -> list[LinkRate]:
         return rates
     finally:
         slab.close()
+
+
+def duplex_gbps(devices: Sequence[torch.device]) -> float:
+    """Speed of copies both ways at once, each way and GPU, while all of some GPUs copy.
+
+    Args:
+        devices: the GPUs.
+    """
+    nbytes = 16 * MIB
+    with contextlib.ExitStack() as stack:
+        pairs = []
+        for device in devices:
+            stack.enter_context(torch.cuda.device(device))
+            slab = PinnedSlab(2 * nbytes, pin=True, numa_node=numa.preferred_node(device), device=device)
+            stack.callback(slab.close)
+            memory = torch.empty(2 * nbytes, dtype=torch.uint8, device=device)
+            pairs.append((DeviceQueues.of(device), slab.bytes.data_ptr(), memory))
+
+        def copy() -> None:
+            for _ in range(_LINK_BYTES // nbytes):
+                for queues, host, memory in pairs:
+                    gpu = memory.data_ptr()
+                    cuda_driver.copy_to_device_async(gpu, host, nbytes, queues.h2d.cuda_stream)
+                    cuda_driver.copy_to_host_async(host + nbytes, gpu + nbytes, nbytes, queues.d2h.cuda_stream)
+            for queues, _, _ in pairs:
+                queues.h2d.synchronize()
+                queues.d2h.synchronize()
+
+        return _LINK_BYTES // nbytes * nbytes / _wall_ms(copy) / 1e6
 
 
 def _wall_ms(run: Callable[[], Any]) -> float:

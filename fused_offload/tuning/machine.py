@@ -24,6 +24,7 @@ from fused_offload.profiles import profile_files as profiles
 from fused_offload.profiles.machine_key import version_of
 
 from .candidates import chosen, gigabytes, label
+from .link import duplex_gbps
 
 _COPY_BYTES = 64 * 2**20
 _COPY_SECONDS = 0.3  # each way
@@ -104,6 +105,8 @@ class Machine:
         missing: for each module the error of its import, or None.
         autoload: value of the environment variable that installs into Megatron.
         autoload_present: True if the module that reads this variable is installed.
+        duplex_gbps: speed of copies both ways at once, each way and GPU: of the slowest GPU by
+            itself, and with all GPUs at the same time; None if there are not several.
     """
 
     cuda: str | None
@@ -118,6 +121,7 @@ class Machine:
     missing: dict[str, str | None]
     autoload: str
     autoload_present: bool
+    duplex_gbps: tuple[float, float] | None = None
 
 
 def read_machine(sysfs: Path = Path("/sys"), nvml: Callable[[], Any] | None = None) -> Machine:
@@ -128,10 +132,12 @@ def read_machine(sysfs: Path = Path("/sys"), nvml: Callable[[], Any] | None = No
         nvml: imports the ``pynvml`` module.
     """
     free, limit = available_host_bytes()
+    gpus = _read_gpus(sysfs, nvml or _import_nvml)
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Machine(
         cuda=torch.version.cuda,
-        gpus=_read_gpus(sysfs, nvml or _import_nvml),
+        gpus=gpus,
+        duplex_gbps=_alone_and_together(gpus),
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
         host_bytes=host_bytes(),
         free_host_bytes=free,
@@ -202,6 +208,17 @@ def _read_gpus(sysfs: Path, nvml: Callable[[], Any]) -> tuple[Gpu, ...]:
         except Exception as error:  # a lost or damaged GPU: torch raises many kinds
             gpus.append(Gpu(name=f"cuda:{index}", memory_bytes=0, error=f"{type(error).__name__}: {error}"))
     return tuple(gpus)
+
+
+def _alone_and_together(gpus: Sequence[Gpu]) -> tuple[float, float] | None:
+    """See `Machine.duplex_gbps`; GPUs that fail are left out."""
+    devices = [torch.device("cuda", index) for index, gpu in enumerate(gpus) if not (gpu.error or gpu.pin_error)]
+    if len(devices) < 2:
+        return None
+    try:
+        return min(duplex_gbps([device]) for device in devices), duplex_gbps(devices)
+    except (RuntimeError, OSError):  # memory for all of them at once
+        return None
 
 
 def _read_gpu(index: int, seconds: float, sysfs: Path, nvml: Callable[[], Any]) -> Gpu:
