@@ -140,7 +140,7 @@ def script_arguments(options: argparse.Namespace) -> list[str]:
         *("--transformer-impl", options.impl, "--no-gradient-accumulation-fusion"),
         *("--tensor-model-parallel-size", options.tp, "--pipeline-model-parallel-size", options.pp),
     ]
-    if options.tp > 1:
+    if options.tp > 1 and options.impl == "transformer_engine":  # local norms do not take it
         arguments += ["--sequence-parallel"]
     if options.vpp > 1:
         arguments += ["--num-virtual-stages-per-pipeline-rank", options.vpp]
