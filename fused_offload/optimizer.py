@@ -22,8 +22,9 @@ from fused_offload.params.dense import is_frozen
 from fused_offload.params.dtensors import is_offloaded_by_fsdp
 from fused_offload.params.tracker import Updates
 from fused_offload.params.validation import check_params
+from fused_offload.plan.transfer_settings import config_of_two_phases
 from fused_offload.rules.arguments import MASTER_FORMATS, check_dtypes, check_master_dtype, check_switches
-from fused_offload.rules.base import MASTER_PARAM, UpdateRule
+from fused_offload.rules.base import MASTER_PARAM, UpdateRule, check_phases
 from fused_offload.state.entry import StateEntry
 from fused_offload.state.mapping import StateMapping
 from fused_offload.state.master_weights import refresh_master
@@ -117,6 +118,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.offload = offload
         self.defaults = defaults
         rule = self._rule()
+        check_phases(rule.phases, type(self).__name__)
+        if len(rule.phases) > 1:
+            self.offload = offload = config_of_two_phases(offload, type(self).__name__)
         self._hooks = StateHooks(
             self._wait_for_state,
             self._write_group_step,
@@ -132,10 +136,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._warned_of_group = True  # until all groups are there
         self._attachment: AutoPrefetch | None = None
         self._backward_steps: BackwardSteps | None = None
-        if len(rule.phases) != 1:
-            raise RuntimeError(
-                f"{type(self).__name__} has an update rule with {len(rule.phases)} phases; rules with one are supported"
-            )
         rule.check_group(defaults)
         if isinstance(params, torch.nn.Module):
             raise TypeError(
@@ -659,6 +659,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "step_in_backward takes gradients from .grad while the backward pass runs; it works neither with "
                 "use_decoupled_grad=True nor with OffloadConfig(window_bytes=...). Build the optimizer without them."
             )
+        if len(self._rule().phases) > 1:
+            raise RuntimeError(
+                f"{type(self).__name__} works on whole parameters between two passes over their state, which does not "
+                "fit into a backward pass; call step() behind it"
+            )
         params = stepped_params(self, models, clip_value)
         self.reserve_gpu_memory()
         if self._backward_steps is not None:
@@ -751,7 +756,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 ring that fits.
         """
         self._check_usable()
-        self._stepper.devices.reserve(self._store.planned(self._params_with_state()))
+        self._stepper.devices.reserve(self._store.planned(self._params_with_state()), self._rule().phases)
 
     def release_gpu_memory(self) -> None:
         """Waits, then releases the GPU staging; the next step takes it again."""
@@ -760,7 +765,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def memory_report(self) -> MemoryReport:
         """Bytes that this optimizer holds now, by place and state key."""
         numel = sum(stored.shape.numel() for stored in self._store.stored() if stored.bound)
-        return memory_report(self._store.extents(), ring_bytes=self._stepper.devices.ring_bytes(), param_numel=numel)
+        devices = self._stepper.devices
+        return memory_report(
+            self._store.extents(),
+            ring_bytes=devices.ring_bytes(),
+            work_bytes=devices.work_bytes(),
+            param_numel=numel,
+        )
 
     def last_step_report(self) -> StepReport | None:
         """Transfers and times of the latest completed step.

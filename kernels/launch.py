@@ -26,10 +26,16 @@ TABLE_COLUMNS = 6
 """int64 columns of a row: first program, parameter address, gradient address, state start, numel,
 counter.
 
+Rules with an operation between two phases have two more, `ARRAY_COLUMNS`: the address of the
+operation's array, in bytes and of the piece's first element, and the bits of the parameter's
+scalar, a float32, in the lower half.
+
 The addresses are in bytes and point to the piece's first element. The state start is in elements
 from the state pointers and a multiple of 128. First programs are counted from the launch's own
 program 0. The counter is `formats.Rounding.counter` of the piece's first element.
 """
+
+ARRAY_COLUMNS = TABLE_COLUMNS + 2
 
 NAME_OF_DTYPE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Compile-time names of parameter and gradient dtypes."""

@@ -7,13 +7,13 @@ import triton.language as tl
 
 
 @triton.jit
-def piece_of_program(table_ptr, rows, pid):
+def piece_of_program(table_ptr, rows, pid, COLUMNS: tl.constexpr = 6):
     """The last row whose first program is not after ``pid``."""
     low = pid * 0
     high = low + rows
     while high - low > 1:
         middle = (low + high) // 2
-        here = tl.load(table_ptr + middle * 6) <= pid
+        here = tl.load(table_ptr + middle * COLUMNS) <= pid
         low = tl.where(here, middle, low)
         high = tl.where(here, high, middle)
     return low

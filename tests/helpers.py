@@ -27,6 +27,7 @@ from fused_offload.kernels.formats import (
     encode_,
     rounding_counter,
 )
+from fused_offload.optimizer import OffloadOptimizer
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores, and most tensors here are small
@@ -105,7 +106,7 @@ class Snapshot(NamedTuple):
     groups: list[dict[str, Any]]
 
 
-def _state_bits(optimizer: FusedOffloadAdam, param: torch.Tensor) -> dict[str, torch.Tensor]:
+def _state_bits(optimizer: OffloadOptimizer, param: torch.Tensor) -> dict[str, torch.Tensor]:
     entry = optimizer.state[param] if param in optimizer.state else None
     if entry is None or not entry.storage.bound or entry.storage.extent is None:
         return {}
@@ -114,7 +115,7 @@ def _state_bits(optimizer: FusedOffloadAdam, param: torch.Tensor) -> dict[str, t
     return found | {f"{key} scale": bits(value.scale) for key, value in stored.items() if value.scale is not None}
 
 
-def snapshot(optimizer: FusedOffloadAdam) -> Snapshot:
+def snapshot(optimizer: OffloadOptimizer) -> Snapshot:
     optimizer.synchronize()
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return Snapshot(
@@ -137,7 +138,7 @@ def assert_same_snapshot(actual: Snapshot, expected: Snapshot) -> None:
 
 
 @contextmanager
-def unchanged(optimizer: FusedOffloadAdam) -> Iterator[None]:
+def unchanged(optimizer: OffloadOptimizer) -> Iterator[None]:
     """Asserts that the block changes no bit of parameters and state, and no step count."""
     before = snapshot(optimizer)
     yield

@@ -383,10 +383,8 @@ class SimulatedDevice:
 
     def launch(self, launches: Launches, index: int, slot_index: int) -> None:
         """The kernel of one chunk, by its specification."""
-        rows, phase = (
-            launches._plan.table.chunks[index],
-            launches._inputs.rule.phases[launches._plan.kinds[index].phase],
-        )
+        rows, phases = launches._plan.table.chunks[index], launches._inputs.rule.phases
+        phase = phases[launches._plan.kinds[index].phase]
         state = launches._plan.state(index, slot_index, launches._inputs.rule, launches._ring, launches._window)
         table, arguments = launches._table[rows.first :], (state, *launches._shared(index))
         self._count_call()
@@ -400,12 +398,12 @@ class SimulatedDevice:
 
         def run() -> None:
             table, arguments = tree_map(tensor, views, is_leaf=lambda value: isinstance(value, View))
-            self._run_phase(phase.reference, table[: rows.rows], *arguments)
+            self._run_phase(phases, phase.reference, table[: rows.rows], *arguments)
 
         self.put(self.current, run)
 
     def _run_phase(
-        self, reference: Any, table: torch.Tensor, state: Any, scalars: Any, kind: Any, amp: ScalerSignals
+        self, phases: Any, reference: Any, table: torch.Tensor, state: Any, scalars: Any, kind: Any, amp: ScalerSignals
     ) -> None:
         if isinstance(scalars.lr, torch.Tensor):
             scalars = scalars._replace(lr=scalars.lr.item())
@@ -423,22 +421,33 @@ class SimulatedDevice:
         if skip:  # state that no step wrote gets its initial value: a step of nothing
             writes = any(value is True for value in state)  # init_...
             writes = writes or (kind.param_dtype == torch.float32 and state.master_param is not None)
-            scalars = scalars._replace(
-                lr=0.0, beta1=1.0, one_minus_beta1=0.0, beta2=1.0, one_minus_beta2=0.0, weight_decay=0.0
-            )
+            of_nothing = {
+                "lr": 0.0,
+                "beta1": 1.0,
+                "one_minus_beta1": 0.0,
+                "beta2": 1.0,
+                "one_minus_beta2": 0.0,
+                "weight_decay": 0.0,
+            }
+            scalars = scalars._replace(**{name: of_nothing[name] for name in of_nothing if name in scalars._fields})
         scale = None if amp.grad_scale is None else amp.grad_scale.item()
-        for _, param_address, grad_address, start, numel, counter in table.tolist():
+        for _, param_address, grad_address, start, numel, counter, *beside in table.tolist():
             views = [
                 View(address, dtype, (numel,), (1,))
                 for address, dtype in ((param_address, kind.param_dtype), (grad_address, kind.grad_dtype))
             ]
+            more: dict[str, Any] = {}
+            if beside:
+                assert phases[0].then is not None
+                views.append(View(beside[0], phases[0].then.dtype, (numel,), (1,)))
+                more = {"array": views[2].tensor(), "scalar": float(np.int32(beside[1]).view(np.float32))}
             for view in views:
                 self.check(view.address, view.nbytes, "a kernel")
             if writes:
-                param, grad = (view.tensor() for view in views)
+                param, grad = (view.tensor() for view in views[:2])
                 grad = torch.zeros_like(grad) if skip else grad
                 part = state.narrow(start, numel)
-                reference(param, grad, part, scalars, grad_scale=scale, counter=counter)
+                reference(param, grad, part, scalars, grad_scale=scale, counter=counter, **more)
 
 
 class _Driver:

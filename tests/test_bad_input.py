@@ -743,7 +743,7 @@ def test_step_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     weights = [param.detach().clone() for param in params]
     give_grads(optimizer, params, 9)
-    run_chunk, calls = fused_offload.step.devices.run_chunk, []
+    run_chunk, calls = fused_offload.stream.cpu_backend.run_chunk, []
 
     def run_two_chunks(*args: Any) -> None:
         calls.append(args)
@@ -752,7 +752,7 @@ def test_step_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
         run_chunk(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fused_offload.step.devices, "run_chunk", run_two_chunks)
+        patch.setattr(fused_offload.stream.cpu_backend, "run_chunk", run_two_chunks)
         with pytest.raises(OSError, match="bus error"):
             optimizer.step()
     for use in (optimizer.step, optimizer.state_dict, optimizer.torch_state_dict):

@@ -25,11 +25,13 @@ pytest.importorskip("triton")
 
 import simulated_device
 from simulated_device import SCHEDULES, Schedule, Signal, SimulatedDevice
+from two_phases import Toy
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.memory import cuda_driver
 from fused_offload.memory.staging_ring import StagingRing
 from fused_offload.model_hooks import backward_step
+from fused_offload.optimizer import OffloadOptimizer
 from fused_offload.plan.window_blocks import blocks_of
 from fused_offload.step import stepper
 from fused_offload.stream import pipeline, step_upload
@@ -78,13 +80,13 @@ class Device:
     def on(self, stream: Any) -> Any:
         return stream if self.sim is None else torch.cuda.stream(stream)
 
-    def set_grads(self, optimizer: FusedOffloadAdam, without: int | None = None) -> None:
+    def set_grads(self, optimizer: OffloadOptimizer, without: int | None = None) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for index, param in enumerate(params):
             grad = self.tensor(torch.randn(param.shape, generator=self._generator).to(param.dtype))
             param.grad = None if index == without else grad
 
-    def snapshot(self, optimizer: FusedOffloadAdam) -> Snapshot:
+    def snapshot(self, optimizer: OffloadOptimizer) -> Snapshot:
         seen = snapshot(optimizer)
         if self.sim is not None:
             torch.cuda.current_stream().synchronize()
@@ -98,7 +100,7 @@ class Device:
             with pytest.raises(simulated_device.Interrupt):
                 optimizer.step()
 
-    def step(self, optimizer: FusedOffloadAdam, without: int | None = None) -> None:
+    def step(self, optimizer: OffloadOptimizer, without: int | None = None) -> None:
         self.set_grads(optimizer, without)
         optimizer.step()
 
@@ -340,6 +342,33 @@ def interrupted(device: Device) -> list[Snapshot]:
     return seen
 
 
+def two_phases(device: Device) -> list[Snapshot]:
+    """A rule of two phases with an operation between them, beside another optimizer on another stream.
+
+    The work memory is used by both streams, grows for the second, and is given back.
+    """
+    seen = []
+    one, other = device.stream(), device.stream()
+    with device.on(one):
+        first = Toy(device.params(), offload=OffloadConfig(chunk_bytes=CHUNK_BYTES, depth=2, fraction=0.5))
+        device.step(first)
+    with device.on(other):
+        second = Toy(device.params(((40, 20), (30,))), offload=OffloadConfig(chunk_bytes=CHUNK_BYTES, depth=2))
+    for _ in range(2):
+        with device.on(other):
+            device.step(second)
+        with device.on(one):
+            device.step(first, without=1)
+    with device.on(one):
+        seen.append(device.snapshot(first))
+        first.release_gpu_memory()
+        device.random(2000)
+        device.step(first)
+        seen.append(device.snapshot(first))
+    with device.on(other):
+        return [*seen, device.snapshot(second)]
+
+
 def closed(device: Device) -> list[Snapshot]:
     """Optimizers that are closed, or dropped, right behind a step."""
     seen = []
@@ -374,6 +403,7 @@ SCENARIOS: list[Scenario] = [
     skipped_on_two_streams,
     in_parts,
     interrupted,
+    two_phases,
     closed,
     growing,
 ]

@@ -24,10 +24,12 @@ class RingNeed(NamedTuple):
     Attributes:
         depth: number of slots.
         slot_bytes: bytes of a slot.
+        work_bytes: bytes of the work memory.
     """
 
     depth: int
     slot_bytes: int
+    work_bytes: int = 0
 
     @property
     def aligned_slot_bytes(self) -> int:
@@ -50,25 +52,32 @@ class Slot:
 
 
 class StagingRing:
-    """Slots of raw GPU memory, sized to the largest need of any living user.
+    """Slots of raw GPU memory, and work memory of operations, sized to the largest need of any living user.
 
     The ring grows before the first launch of a user with a larger need, never in a steady step.
 
     Attributes:
         device: device of the slots.
         slots: the slots, empty while nobody needs them.
+        work: work memory, or None while nobody needs it; free behind the last step that used it.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Makes a ring without slots."""
         self.device = device
         self.slots: list[Slot] = []
+        self.work: Slot | None = None
         self._needs: weakref.WeakKeyDictionary[Any, RingNeed] = weakref.WeakKeyDictionary()
 
     @property
     def nbytes(self) -> int:
         """GPU bytes of the slots."""
         return sum(slot.memory.numel() for slot in self.slots)
+
+    @property
+    def work_bytes(self) -> int:
+        """GPU bytes of the work memory."""
+        return 0 if self.work is None else self.work.memory.numel()
 
     def note_need(self, user: Any, need: RingNeed) -> bool:
         """Records a user's need.
@@ -80,11 +89,12 @@ class StagingRing:
         Returns:
             True if the ring has to `grow` before the user can go on.
         """
-        need = RingNeed(need.depth, need.aligned_slot_bytes)
+        need = need._replace(slot_bytes=need.aligned_slot_bytes)
         if self._needs.get(user) != need:
             self._needs[user] = need
         # Other users ask for themselves before they step.
-        return len(self.slots) < need.depth or self.slots[0].memory.numel() < need.slot_bytes
+        slot_bytes = self.slots[0].memory.numel() if self.slots else 0
+        return len(self.slots) < need.depth or slot_bytes < need.slot_bytes or self.work_bytes < need.work_bytes
 
     def grow(self, user: Any) -> None:
         """Allocates the slots on the current stream; the copy streams have to wait for it then.
@@ -97,31 +107,35 @@ class StagingRing:
         Raises:
             RuntimeError: if the GPU has too little memory; names the need and a ring that fits.
         """
-        depth, slot_bytes = self._wanted()
-        self.slots = []
+        depth, slot_bytes, work_bytes = wanted = self._wanted()
+        self.release()
         try:
             memory = torch.empty(depth * slot_bytes, dtype=torch.uint8, device=self.device)
+            work = torch.empty(work_bytes, dtype=torch.uint8, device=self.device) if work_bytes else None
         except torch.OutOfMemoryError as error:
             self._needs.pop(user, None)
-            raise RuntimeError(self._too_large(depth, slot_bytes)) from error
+            raise RuntimeError(self._too_large(wanted)) from error
+        self.work = None if work is None else Slot(work)
         self.slots = [Slot(memory[i * slot_bytes : (i + 1) * slot_bytes]) for i in range(depth)]
 
     def _wanted(self) -> RingNeed:
         needs = list(self._needs.values())
-        return RingNeed(max(need.depth for need in needs), max(need.slot_bytes for need in needs))
+        return RingNeed(*map(max, zip(*needs, strict=True)))
 
-    def _too_large(self, depth: int, slot_bytes: int) -> str:
+    def _too_large(self, wanted: RingNeed) -> str:
+        depth, slot_bytes, work_bytes = wanted
         free, _ = torch.cuda.mem_get_info(self.device)
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        smaller = free // 2 // 2**20 * 2**20
+        smaller = (free - work_bytes) // 2 // 2**20 * 2**20
         advice = (
             f"OffloadConfig(depth=2, chunk_bytes={smaller}) is the largest ring of two slots that fits"
             if smaller >= 2**20
             else "Free GPU memory first"
         )
+        work = f" and {work_bytes} bytes of work memory for its largest parameters" if work_bytes else ""
         return (
             f"The staging ring on {self.device} needs {depth} slots of {slot_bytes} bytes "
-            f"({depth * slot_bytes} bytes), but about {free} bytes are free. "
+            f"({depth * slot_bytes} bytes){work}, but about {free} bytes are free. "
             f"{advice}; one slot of 128 elements always works, slowly."
         )
 
@@ -136,5 +150,6 @@ class StagingRing:
             self.slots = self.slots[first:] + self.slots[:first]
 
     def release(self) -> None:
-        """Frees the memory; the caller holds `ENQUEUE_LOCK` and has waited for all copies."""
+        """Frees the memory; the caller holds `ENQUEUE_LOCK` and has waited for all work."""
         self.slots = []
+        self.work = None

@@ -68,7 +68,9 @@ class Chunk(NamedTuple):
     numel: int
 
 
-def make_plan(segments: Sequence[Segment], capacity: Callable[[Hashable], int | None]) -> tuple[Chunk, ...]:
+def make_plan(
+    segments: Sequence[Segment], capacity: Callable[[Hashable], int | None], *, keep_whole: bool = False
+) -> tuple[Chunk, ...]:
     """Cuts segments into chunks.
 
     A chunk never mixes kinds, so one launch has one set of hyperparameters and stored formats. Kinds come in the order
@@ -77,6 +79,7 @@ def make_plan(segments: Sequence[Segment], capacity: Callable[[Hashable], int | 
     Args:
         segments: parts of parameters to update; those of one kind do not overlap in storage.
         capacity: elements that a chunk of a kind may take, a multiple of `ALIGNMENT`, or None for no limit.
+        keep_whole: give segments that need several chunks chunks of their own, and cut no others.
 
     Returns:
         Chunks that together cover every element of every segment once.
@@ -90,12 +93,12 @@ def make_plan(segments: Sequence[Segment], capacity: Callable[[Hashable], int | 
     chunks: list[Chunk] = []
     for kind, indices in by_kind.items():
         indices.sort(key=lambda index: segments[index].start)
-        chunks.extend(_chunks_of_kind(kind, indices, segments, capacity(kind)))
+        chunks.extend(_chunks_of_kind(kind, indices, segments, capacity(kind), keep_whole))
     return tuple(chunks)
 
 
 def _chunks_of_kind(
-    kind: Hashable, indices: Sequence[int], segments: Sequence[Segment], limit: int | None
+    kind: Hashable, indices: Sequence[int], segments: Sequence[Segment], limit: int | None, keep_whole: bool
 ) -> list[Chunk]:
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
@@ -108,19 +111,22 @@ def _chunks_of_kind(
             ranges.append(CopyRange(range_start, range_end - range_start, range_slot_start))
 
     def close_chunk() -> None:
+        nonlocal used, range_start, range_end
         close_range()
         if pieces:
             chunks.append(Chunk(kind, tuple(pieces), tuple(ranges), used))
         pieces.clear()
         ranges.clear()
+        used = range_start = range_end = 0
 
     for index in indices:
         _, start, numel = segments[index]
         offset = 0
+        if keep_whole and limit is not None and numel > limit - used:
+            close_chunk()
         while offset < numel:
             if limit is not None and used >= limit:
                 close_chunk()
-                used = range_start = range_end = 0
             taken = numel - offset
             if limit is not None and taken > limit - used:
                 taken = limit - used
@@ -133,5 +139,7 @@ def _chunks_of_kind(
             range_end += width
             used += width
             offset += taken
+        if keep_whole and limit is not None and numel > limit:
+            close_chunk()
     close_chunk()
     return chunks

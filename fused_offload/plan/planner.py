@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from fused_offload.config import OffloadConfig
 from fused_offload.params.tracker import Updates
+from fused_offload.rules.base import Phase
 from fused_offload.state.layout import Layout, chunk_numel
 from fused_offload.state.param_state import ParamState
 from fused_offload.state.storage import Extent
 
 from .chunks import Chunk, Piece, Segment, make_plan
+from .operations import Operation, WorkMemory, in_order, placed
 from .transfer_settings import Streaming, streaming_of
 from .window_blocks import Cut, WindowBlock, cut_at_blocks
 
@@ -57,24 +60,27 @@ class StepPlan:
     """Chunks of one step.
 
     Attributes:
-        chunks: streamed chunks and those that are updated in host memory, then those in the window, then what is
-            resident; a piece's segment is an index into the step's updates.
+        chunks_on: chunks of parameters on each device, in the order of their kernels. With one phase those that stream
+            or are updated in host memory come first, then those in the window, then what is resident. A piece's segment
+            is an index into the step's updates.
         starts: first element of each update in its extent.
         initial: entries whose state this step is the first to write.
+        operations: operations between two phases on each device, in order.
+        work: memory of those operations.
         derived: `DevicePlan` of each device; lives as long as the plan.
-        chunks_on: chunks of parameters on each device, in order.
     """
 
-    chunks: tuple[Chunk, ...]
+    chunks_on: dict[torch.device, list[Chunk]]
     starts: list[int]
     initial: list[ParamState]
+    operations: dict[torch.device, list[Operation]] = field(default_factory=dict)
+    work: dict[torch.device, WorkMemory] = field(default_factory=dict)
     derived: dict[torch.device, Any] = field(default_factory=dict)
-    chunks_on: dict[torch.device, list[Chunk]] = field(init=False, default_factory=dict)
 
-    def __post_init__(self) -> None:
-        """Sorts the chunks by device."""
-        for chunk in self.chunks:
-            self.chunks_on.setdefault(extent_of(chunk).layout.device, []).append(chunk)
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Chunks on all devices."""
+        return [chunk for chunks in self.chunks_on.values() for chunk in chunks]
 
 
 class Planner:
@@ -90,6 +96,7 @@ class Planner:
         self,
         updates: Updates,
         entries: list[ParamState],
+        phases: Sequence[Phase],
         version: int,
         window: Sequence[WindowBlock] = (),
     ) -> StepPlan:
@@ -98,6 +105,7 @@ class Planner:
         Args:
             updates: parameters with gradients.
             entries: state of each update, with its storage.
+            phases: the rule's phases, always the same.
             version: changes whenever storage of any entry did, or values became initial again.
             window: blocks whose state is on the GPU already.
         """
@@ -107,7 +115,7 @@ class Planner:
         key = (updates.signature, tuple(window))
         plan = self._plans.get(key)
         if plan is None or plan.initial:  # what was initial need not be so any more
-            plan = self._make(updates, entries, window)
+            plan = self._make(updates, entries, phases, window)
             self._plans[key] = plan
             if len(self._plans) > _PLANS_KEPT:
                 self._plans.popitem(last=False)
@@ -118,7 +126,9 @@ class Planner:
         """Drops all plans, and with them their references to storage."""
         self._plans.clear()
 
-    def _make(self, updates: Updates, entries: list[ParamState], window: Sequence[WindowBlock]) -> StepPlan:
+    def _make(
+        self, updates: Updates, entries: list[ParamState], phases: Sequence[Phase], window: Sequence[WindowBlock]
+    ) -> StepPlan:
         kinds: dict[Hashable, ChunkKind] = {}
         segments, cuts = [], []
         for index, (entry, numel, group, grad_dtype) in enumerate(
@@ -139,13 +149,34 @@ class Planner:
                 cuts.append(cut)
                 here = kind if cut.block is None else kind._replace(block=cut.block, max_programs=None)
                 segments.append(Segment(here, entry.start + cut.offset, cut.numel))
+        starts, initial = [entry.start for entry in entries], [entry for entry in entries if entry.initial]
+        if len(phases) == 2:
+            return self._of_two_phases(StepPlan({}, starts, initial), updates, segments, phases)
         chunks = make_plan(segments, self._capacity)
         if window:
             chunks = tuple(_of_updates(chunk, cuts) for chunk in chunks)
         # What is on the GPU goes last: its kernels need no copy, so the link starts with the first chunk that does.
         ordered = sorted(chunks, key=lambda chunk: (extent_of(chunk).layout.resident, block_of(chunk) is not None))
-        initial = [entry for entry in entries if entry.initial]
-        return StepPlan(tuple(ordered), [entry.start for entry in entries], initial)
+        return StepPlan(_by_device(ordered), starts, initial)
+
+    def _of_two_phases(
+        self, plan: StepPlan, updates: Updates, segments: list[Segment], phases: Sequence[Phase]
+    ) -> StepPlan:
+        """Fills in the chunks of both phases and the operations between them."""
+        operation = phases[0].then
+        assert operation is not None
+        first, second = (
+            _by_device(make_plan(_in_phase(segments, number), partial(self._part_capacity, phases), keep_whole=True))
+            for number in range(2)
+        )
+        for device, chunks in first.items():
+            ordered, operations = in_order(chunks, second[device])
+            scratch = max(operation.scratch_bytes(updates.params[one.segment]) for one in operations)
+            plan.chunks_on[device] = ordered
+            plan.operations[device], plan.work[device] = placed(
+                ordered, operations, lambda index: int(updates.numels[index]) * operation.dtype.itemsize, scratch
+            )
+        return plan
 
     def _streaming(self, extent: Extent) -> Streaming:
         return extent_streaming(self._config, extent.layout, extent.numel)
@@ -154,6 +185,34 @@ class Planner:
         if kind.origin is not None:
             return None
         return chunk_numel(self._streaming(kind.extent).chunk_bytes, kind.extent.layout.alignment_bytes)
+
+    def _part_capacity(self, phases: Sequence[Phase], kind: Any) -> int:
+        """Elements of a chunk in one of two phases.
+
+        A phase that moves no keys is bounded too: its chunks decide how much work memory is in use.
+        """
+        layout = kind.extent.layout
+        moved = layout.only(phases[kind.phase].keys).alignment_bytes or layout.alignment_bytes
+        return chunk_numel(self._streaming(kind.extent).chunk_bytes, moved)
+
+
+def _in_phase(segments: Sequence[Segment], phase: int) -> list[Segment]:
+    kinds: dict[int, ChunkKind] = {}
+    found = []
+    for kind, start, numel in segments:
+        here = kinds.get(id(kind))
+        if here is None:
+            assert isinstance(kind, ChunkKind)
+            here = kinds[id(kind)] = kind._replace(phase=phase)
+        found.append(Segment(here, start, numel))
+    return found
+
+
+def _by_device(chunks: Iterable[Chunk]) -> dict[torch.device, list[Chunk]]:
+    found: dict[torch.device, list[Chunk]] = {}
+    for chunk in chunks:
+        found.setdefault(extent_of(chunk).layout.device, []).append(chunk)
+    return found
 
 
 def extent_streaming(config: OffloadConfig, layout: Layout, numel: int) -> Streaming:

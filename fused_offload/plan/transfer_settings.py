@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -86,6 +87,25 @@ def settle(config: OffloadConfig, choice: Choice | None, state_bytes: int) -> St
     if depth == "auto":
         depth = known.depth
     return Streaming(chunk_bytes, depth)
+
+
+def config_of_two_phases(config: OffloadConfig, optimizer: str) -> OffloadConfig:
+    """The configuration of a rule with two phases, whose state moves through the ring alone.
+
+    Raises:
+        ValueError: for a window, and for zero copy.
+    """
+    if config.window_bytes:
+        raise ValueError(
+            f"{optimizer} moves its state in two passes and keeps none of it on the GPU between steps; leave "
+            "OffloadConfig(window_bytes=...) out"
+        )
+    if config.transport == "zero_copy":
+        raise ValueError(
+            f"{optimizer} moves its state in two passes through the staging ring; use "
+            'OffloadConfig(transport="copy") or leave the transport out'
+        )
+    return dataclasses.replace(config, transport="copy")
 
 
 def _is_given(config: OffloadConfig) -> bool:

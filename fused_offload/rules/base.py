@@ -20,11 +20,34 @@ class BoundState(Protocol):
         """Elements ``[start, start + numel)``; ``start`` is a multiple of 128."""
 
 
+class WholeOperation(NamedTuple):
+    """Work on one whole parameter on its device, between the chunks of two phases.
+
+    Each parameter has an array there, one element for each of its own and in the same memory order.
+    The first phase fills it, the operation changes it in place, and the second phase reads it. Under
+    a skipped step it holds anything.
+
+    Attributes:
+        dtype: dtype of the array.
+        scratch_bytes: ``(param)``, further bytes that the operation needs while it runs.
+        parts: ``(param, array, scratch, values)``, calls that enqueue the operation on the current
+            stream, one piece of GPU work each, such as a matrix product: chunks of other parameters
+            go between them. ``array`` has the parameter's shape and strides, ``scratch`` is uint8.
+            The calls allocate nothing.
+        scalar: ``(param, values)``, a float32 of the parameter for the launches of this step.
+    """
+
+    dtype: torch.dtype
+    scratch_bytes: Callable[[torch.Tensor], int]
+    parts: Callable[..., Sequence[Callable[[], Any]]]
+    scalar: Callable[[torch.Tensor, Any], float]
+
+
 class Phase(NamedTuple):
     """One pass over the state of all parameters.
 
-    It writes every key that is at its initial value. Rules have one phase so far: chunks are
-    planned for the first only, so `OffloadOptimizer` refuses rules with more.
+    Chunks of a phase move the keys that it reads or writes, and no others. No two phases of a rule
+    have a key in common, and each writes every key of its own that is at its initial value.
 
     Attributes:
         reads: state keys that the launch reads.
@@ -33,15 +56,18 @@ class Phase(NamedTuple):
             on the CPU: ``param`` ``[numel]`` contiguous, updated in place; ``grad`` ``[numel]``, only
             read; ``state`` bound state of the same elements, updated in place; ``grad_scale`` a float
             that divides gradients, or None; ``counter`` the random numbers of the first element, see
-            `kernels.formats.rounding_counter`.
+            `kernels.formats.rounding_counter`. Phases beside an operation also take ``array``,
+            ``[numel]`` of the operation's dtype, and ``scalar``.
         compile: ``(table, state, values, kind, signals)``, compiles and loads what ``launch`` needs
             for such arguments, without launching it.
         launch: ``(table, rows, programs, state, values, kind, signals)``, enqueues the phase for all
             pieces in the table on the current stream. ``table`` is ``[>= rows, 6]`` int64 on the
-            device (`kernels.launch.TABLE_COLUMNS`), ``programs`` the sum of
-            `kernels.launch.programs_of` over its pieces, ``state`` bound state on the device or in
-            mapped host memory, ``kind`` a `kernels.launch.LaunchKind`, ``signals`` a
+            device, with 8 columns beside an operation (`kernels.launch.TABLE_COLUMNS`), ``programs``
+            the sum of `kernels.launch.programs_of` over its pieces, ``state`` bound state on the
+            device or in mapped host memory, ``kind`` a `kernels.launch.LaunchKind`, ``signals`` a
             `kernels.launch.ScalerSignals`.
+        then: operation on each whole parameter behind this phase, or None. The next phase of a
+            parameter follows its operation.
     """
 
     reads: frozenset[str]
@@ -49,6 +75,29 @@ class Phase(NamedTuple):
     reference: Callable[..., None]
     compile: Callable[..., None]
     launch: Callable[..., None]
+    then: WholeOperation | None = None
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """State keys that its chunks move."""
+        return self.reads | self.writes
+
+
+def check_phases(phases: Sequence[Phase], optimizer: str) -> None:
+    """Raises RuntimeError for phases that the engine does not run: it knows one, or two with an operation between."""
+    if len(phases) == 1 and phases[0].then is None:
+        return
+    if len(phases) == 2 and phases[0].then is not None and phases[1].then is None:
+        if not phases[0].keys & phases[1].keys:
+            return
+        raise RuntimeError(
+            f"the update rule of {optimizer} moves {', '.join(sorted(phases[0].keys & phases[1].keys))} in both of its "
+            "phases; each state key belongs to one phase"
+        )
+    raise RuntimeError(
+        f"{optimizer} has an update rule with {len(phases)} phases; it should have one, or two with an operation on "
+        "whole parameters between them"
+    )
 
 
 class UpdateRule(Protocol):
@@ -64,7 +113,7 @@ class UpdateRule(Protocol):
         settings: hyperparameters that a group of this rule has.
         foreign_settings: settings of torch's optimizer that groups here do not keep.
         numerics: name of the arithmetic that kernels are compiled for.
-        phases: passes over the state, exactly one.
+        phases: passes over the state, in order: one, or two with an operation between them.
     """
 
     @property
@@ -132,7 +181,7 @@ class UpdateRule(Protocol):
         """Stored arrays of a run of elements under the rule's names.
 
         Args:
-            stored: arrays by state key; `MASTER_PARAM` only where masters are kept.
+            stored: arrays of a phase's keys; `MASTER_PARAM` only where masters are kept.
             initial: keys that are taken at their initial value instead of being read: zero, and for
                 `MASTER_PARAM` the parameter. Holds all of `keys` or none of them.
         """

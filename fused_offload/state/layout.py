@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Set
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -53,6 +54,10 @@ class Layout:
     def formats(self) -> dict[str, Format]:
         """Stored format of each state key."""
         return dict(self.keys)
+
+    def only(self, keys: Set[str]) -> Layout:
+        """The part of this layout that has these keys."""
+        return replace(self, keys=tuple(pair for pair in self.keys if pair[0] in keys))
 
     @property
     def alignment_bytes(self) -> int:

@@ -19,6 +19,7 @@ class MemoryReport:
         host_bytes: offloaded state in host memory, per state key, scales and alignment included.
         resident_bytes: state on the parameters' own device, per state key.
         ring_bytes: GPU staging of the device's ring, shared by all optimizers of the process.
+        work_bytes: GPU work memory of operations on whole parameters, shared likewise.
         param_numel: elements that have state.
         pinned: whether all offloaded state is page-locked.
         numa_nodes: NUMA nodes that offloaded state was requested on, as long as they have room;
@@ -30,18 +31,20 @@ class MemoryReport:
     host_bytes: dict[str, int] = field(default_factory=dict)
     resident_bytes: dict[str, int] = field(default_factory=dict)
     ring_bytes: int = 0
+    work_bytes: int = 0
     param_numel: int = 0
     pinned: bool = False
     numa_nodes: tuple[int, ...] = ()
     numa_bytes: dict[int, int] = field(default_factory=dict)
 
 
-def memory_report(extents: Iterable[Extent], *, ring_bytes: int, param_numel: int) -> MemoryReport:
+def memory_report(extents: Iterable[Extent], *, ring_bytes: int, work_bytes: int, param_numel: int) -> MemoryReport:
     """Adds up the bytes of extents by state key.
 
     Args:
         extents: storage in use.
         ring_bytes: GPU staging bytes.
+        work_bytes: GPU bytes of work memory.
         param_numel: elements that have state.
     """
     host: dict[str, int] = {}
@@ -57,6 +60,7 @@ def memory_report(extents: Iterable[Extent], *, ring_bytes: int, param_numel: in
         host_bytes=host,
         resident_bytes=resident,
         ring_bytes=ring_bytes,
+        work_bytes=work_bytes,
         param_numel=param_numel,
         pinned=bool(slabs) and all(slab.pinned for slab in slabs),
         numa_nodes=tuple(sorted({slab.numa_node for slab in slabs if slab.numa_node is not None})),

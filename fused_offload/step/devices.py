@@ -12,8 +12,9 @@ from fused_offload.config import OffloadConfig
 from fused_offload.plan.planner import StepPlan
 from fused_offload.plan.window_blocks import WindowBlock
 from fused_offload.profiles import profile_files as profiles
+from fused_offload.rules.base import Phase
 from fused_offload.state.layout import Layout
-from fused_offload.stream.cpu_backend import run_chunk
+from fused_offload.stream.cpu_backend import take_work_memory, work_on_cpu
 from fused_offload.stream.pipeline import Pipeline, PreparedStep
 from fused_offload.stream.queues import current_queue
 from fused_offload.stream.step_inputs import StepInputs
@@ -49,7 +50,7 @@ class Devices:
     # -- steps -------------------------------------------------------------------------------------------------
 
     def prepare(self, plan: StepPlan, inputs: StepInputs) -> list[tuple[Pipeline, PreparedStep]]:
-        """Does everything of a step on CUDA devices that can fail.
+        """Does everything of a step that can fail.
 
         The caller holds `ENQUEUE_LOCK` until `enqueue` has returned.
 
@@ -63,6 +64,7 @@ class Devices:
             with torch.cuda.device(device), profiler_range("prepare"):
                 pipeline.queues.begin()
                 prepared.append((pipeline, pipeline.prepare(plan, inputs.on(device))))
+        take_work_memory(plan)
         return prepared
 
     def begin_step(self, *, has_more_parts: bool) -> None:
@@ -99,12 +101,11 @@ class Devices:
             plan: the step's plan.
             inputs: the step's inputs.
         """
-        chunks = plan.chunks_on.get(_CPU, ())
-        if chunks:
-            inputs = inputs.on(_CPU)
-        for chunk in chunks:
+        if _CPU not in plan.chunks_on:
+            return
+        for run in work_on_cpu(plan, inputs.on(_CPU)):
             with profiler_range("cpu_chunk"):
-                run_chunk(chunk, plan, inputs)
+                run()
 
     def compute_queue(self, device: torch.device) -> Hashable:
         """The queue in which a step would run its kernels now; None on the CPU."""
@@ -130,15 +131,17 @@ class Devices:
 
     # -- GPU memory --------------------------------------------------------------------------------------------
 
-    def reserve(self, extents: Sequence[tuple[Layout, int]]) -> None:
+    def reserve(self, extents: Sequence[tuple[Layout, int]], phases: Sequence[Phase]) -> None:
         """Takes the staging for state that streams; see `Pipeline.reserve`.
 
         Args:
             extents: layout and elements of each extent.
+            phases: phases of the rule.
         """
         streamed = [(layout, n) for layout, n in extents if not layout.resident and layout.device != _CPU]
         for device in sorted({layout.device for layout, _ in streamed}, key=str):
-            self._pipeline(device).reserve([(layout, n) for layout, n in streamed if layout.device == device])
+            here = [(layout, n) for layout, n in streamed if layout.device == device]
+            self._pipeline(device).reserve(here, phases)
 
     def note_call(self) -> None:
         """Notes the beginning of a step, or of a part of one, for its report."""
@@ -183,6 +186,10 @@ class Devices:
     def ring_bytes(self) -> int:
         """GPU staging bytes of the devices in use."""
         return sum(pipeline.queues.ring.nbytes for pipeline in self.pipelines.values())
+
+    def work_bytes(self) -> int:
+        """GPU work memory of the devices in use."""
+        return sum(pipeline.queues.ring.work_bytes for pipeline in self.pipelines.values())
 
     def wait(self) -> None:
         """Waits on the host until all state is written back."""

@@ -158,7 +158,7 @@ class Stepper:
         # differ from.
         self._settle_skips(param_groups, wait=scaler.found_inf is None or bool(self._unconfirmed))
         entries = self._ready_entries(updates, wanted)
-        plan = self._plan(updates, entries, part)
+        plan = self._plan(updates, entries, rule, part)
         inputs = self._inputs(param_groups, updates, scaler, rule)
         try:
             with ENQUEUE_LOCK:
@@ -179,14 +179,14 @@ class Stepper:
                 self.failure = f"{type(error).__name__}: {error}"
             raise
 
-    def _plan(self, updates: Updates, entries: list[ParamState], part: int | None) -> StepPlan:
+    def _plan(self, updates: Updates, entries: list[ParamState], rule: UpdateRule, part: int | None) -> StepPlan:
         """Chunks of the step; a prefetch that may be out of date is discarded before."""
         window = self.devices.window()
         if window and self._store.views_version() != self._prefetched_version:
             self.devices.cancel_prefetch()  # somebody wrote to a view that was handed out before
             window = ()
         planner = self.planner if part is None else self._part_planner(part)
-        return planner.plan(updates, entries, self._hooks.version, window)
+        return planner.plan(updates, entries, rule.phases, self._hooks.version, window)
 
     def _inputs(
         self, param_groups: Sequence[dict[str, Any]], updates: Updates, scaler: ScalerInputs, rule: UpdateRule

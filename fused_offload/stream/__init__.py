@@ -4,6 +4,7 @@ May import `plan` and what it imports.
 
 Invariants, as titled notes in `pipeline` and, the last one, in `queues`:
     - slot reuse
+    - work memory
     - next step reads what this one wrote
     - window last
     - window memory

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from fused_offload.kernels.formats import rounding_counter
+from fused_offload.kernels.launch import ARRAY_COLUMNS, TABLE_COLUMNS
 from fused_offload.params.tracker import Updates
 from fused_offload.plan.chunks import Chunk
+from fused_offload.plan.operations import Operation
 from fused_offload.plan.planner import ChunkKind, StepPlan
 
 _VECTOR_BYTES = 16  # the widest access of the kernel
@@ -31,32 +33,52 @@ class ChunkRows(NamedTuple):
     programs: int
 
 
+class Arrays(NamedTuple):
+    """What the table says of parameters with an operation, besides addresses of their own.
+
+    Attributes:
+        address: start of the work memory, in which each parameter has an array.
+        scalars: this step's scalar of each operation's parameter.
+    """
+
+    address: int
+    scalars: tuple[float, ...]
+
+
 class AddressTable:
-    """Rows of all chunks of a plan, in their order; only the addresses change from step to step.
+    """Rows of all chunks of a plan, in their order; only addresses and scalars change from step to step.
 
     Attributes:
         chunks: rows of each chunk.
-        rows: ``[rows, 6]`` int64, see `kernels.launch.TABLE_COLUMNS`.
-        version: version of the updates whose addresses it holds.
+        rows: ``[rows, 6]`` int64, or 8 columns beside operations, see `kernels.launch.TABLE_COLUMNS`.
+        version: version of the updates whose addresses it holds, with `Arrays` beside operations.
     """
 
     def __init__(
-        self, plan: StepPlan, chunks: Sequence[Chunk], updates: Updates, programs_of: Callable[[np.ndarray], np.ndarray]
+        self,
+        plan: StepPlan,
+        chunks: Sequence[Chunk],
+        updates: Updates,
+        programs_of: Callable[[np.ndarray], np.ndarray],
+        operations: Sequence[Operation] = (),
+        array_itemsize: int = 0,
     ) -> None:
-        """Fills everything but the addresses.
+        """Fills everything but addresses and scalars.
 
         Args:
             plan: plan that the chunks are from.
             chunks: chunks of one device.
             updates: gradients that the plan was made for; only dtypes and positions are kept.
             programs_of: programs that pieces of so many elements take, one by one.
+            operations: operations between the chunks.
+            array_itemsize: bytes of an element of their arrays.
         """
         counts = [len(chunk.pieces) for chunk in chunks]
         pieces = itertools.chain.from_iterable(chunk.pieces for chunk in chunks)
         numbers = np.fromiter(itertools.chain.from_iterable(pieces), np.int64, 4 * sum(counts))
         segment, offset, numel, slot_start = numbers.reshape(-1, 4).T
         programs = programs_of(numel)
-        self.rows = np.zeros((len(numel), 6), np.int64)
+        self.rows = np.zeros((len(numel), ARRAY_COLUMNS if operations else TABLE_COLUMNS), np.int64)
         self.rows[:, 0] = np.cumsum(programs) - programs  # of all chunks; each counts its own below
         self.rows[:, 3] = np.array(plan.starts, np.int64)[segment] + offset
         self.rows[:, 4] = numel
@@ -79,26 +101,37 @@ class AddressTable:
         grad_sizes = np.fromiter((dtype.itemsize for dtype in updates.grad_dtypes), np.int64, len(updates.params))
         self._param_offset = offset * param_sizes[segment]
         self._grad_offset = offset * grad_sizes[segment]
-        self.version = -1
+        self._operations = [operation.segment for operation in operations]
+        arrays = np.zeros(len(updates.params), np.int64)
+        arrays[self._operations] = [operation.offset for operation in operations]
+        self._array_offset = arrays[segment] + offset * array_itemsize
+        self.version: Hashable = -1
         self._aligned: list[bool] = []
         self._starts = np.array([chunk.first for chunk in self.chunks])
 
-    def fill(self, updates: Updates) -> list[bool]:
-        """Writes this step's addresses.
+    def fill(self, updates: Updates, arrays: Arrays | None = None) -> list[bool]:
+        """Writes this step's addresses and scalars.
 
         Args:
             updates: the step's parameters and gradients, in the plan's order.
+            arrays: work memory and scalars, beside operations.
 
         Returns:
             For each chunk, whether all its addresses allow the widest accesses.
         """
-        if updates.version == self.version:
+        version = updates.version if arrays is None else (updates.version, arrays)
+        if version == self.version:
             return self._aligned
         self.rows[:, 1] = updates.param_addresses[self._segment] + self._param_offset
         self.rows[:, 2] = updates.grad_addresses[self._segment] + self._grad_offset
         misaligned = (self.rows[:, 1] | self.rows[:, 2]) % _VECTOR_BYTES
         self._aligned = [not bits for bits in np.bitwise_or.reduceat(misaligned, self._starts)]
-        self.version = updates.version  # last: an interrupted call has filled in nothing
+        if arrays is not None:
+            scalars = np.zeros(len(updates.params), np.float32)
+            scalars[self._operations] = arrays.scalars
+            self.rows[:, 6] = arrays.address + self._array_offset
+            self.rows[:, 7] = scalars.view(np.int32)[self._segment]
+        self.version = version  # last: an interrupted call has filled in nothing
         return self._aligned
 
     @property

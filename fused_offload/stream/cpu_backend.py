@@ -2,21 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
 from fused_offload.kernels.formats import rounding_counter
 from fused_offload.params.dense import flat
 from fused_offload.plan.chunks import Chunk
 from fused_offload.plan.planner import ChunkKind, StepPlan
 
+from .operations import array_of, order_of_work, parts_of, scalars_of
 from .step_inputs import StepInputs
 
+_CPU = torch.device("cpu")
 
-def run_chunk(chunk: Chunk, plan: StepPlan, inputs: StepInputs) -> None:
+
+def take_work_memory(plan: StepPlan) -> None:
+    """Allocates the work memory of a plan's operations, which stays with the plan."""
+    if _CPU in plan.work and _CPU not in plan.derived:
+        plan.derived[_CPU] = torch.empty(plan.work[_CPU].nbytes, dtype=torch.uint8, device="cpu")
+
+
+def work_on_cpu(plan: StepPlan, inputs: StepInputs) -> Iterator[Callable[[], Any]]:
+    """The calls that make a step, in order.
+
+    Args:
+        plan: the step's plan.
+        inputs: the step's inputs on the CPU; its parameters are updated in place.
+    """
+    chunks, operations = plan.chunks_on[_CPU], plan.operations.get(_CPU, [])
+    beside: dict[int, dict[str, Any]] = {}
+    if operations:
+        work, memory = plan.work[_CPU], plan.derived[_CPU]
+        for operation, scalar in zip(operations, scalars_of(operations, inputs), strict=True):
+            array = array_of(operation, memory, inputs)
+            beside[operation.segment] = {"array": array, "scalar": float(np.float32(scalar))}
+    for item in order_of_work(len(chunks), operations, lambda one: parts_of(one, work, memory, inputs)):
+        yield partial(run_chunk, chunks[item], plan, inputs, beside) if isinstance(item, int) else item
+
+
+def run_chunk(chunk: Chunk, plan: StepPlan, inputs: StepInputs, beside: dict[int, dict[str, Any]]) -> None:
     """Updates the parameters and the state of one chunk.
 
     Args:
         chunk: chunk of the plan.
         plan: the step's plan.
-        inputs: the step's inputs; its parameters are updated in place.
+        inputs: the step's inputs.
+        beside: further arguments of the phase by the segments that have an operation.
     """
     kind = chunk.kind
     assert isinstance(kind, ChunkKind)
@@ -24,6 +59,9 @@ def run_chunk(chunk: Chunk, plan: StepPlan, inputs: StepInputs) -> None:
     state = rule.bind(kind.extent.stored, kind.initial)
     for piece in chunk.pieces:
         part = slice(piece.offset, piece.offset + piece.numel)
+        more = beside.get(piece.segment, {})
+        if more:
+            more = {**more, "array": more["array"][part]}
         rule.phases[kind.phase].reference(
             flat(updates.params[piece.segment])[part],
             flat(updates.grads[piece.segment])[part],
@@ -31,4 +69,5 @@ def run_chunk(chunk: Chunk, plan: StepPlan, inputs: StepInputs) -> None:
             inputs.values[kind.group],
             grad_scale=inputs.scaler.grad_scale_on_host(),
             counter=rounding_counter(updates.positions[piece.segment], piece.offset),
+            **more,
         )

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import torch
 
 from fused_offload.config import OffloadConfig
 from fused_offload.kernels.launch import programs_of
 from fused_offload.memory.staging_ring import RingNeed, Slot, StagingRing
 from fused_offload.params.tracker import Updates
-from fused_offload.plan.chunks import Chunk
+from fused_offload.plan.operations import WorkMemory
 from fused_offload.plan.planner import ChunkKind, StepPlan, extent_streaming
 from fused_offload.plan.window_blocks import WindowBlock
-from fused_offload.rules.base import BoundState, UpdateRule
+from fused_offload.rules.base import BoundState, Phase, UpdateRule
 from fused_offload.state.layout import Layout, slot_bytes
 
 from .address_table import AddressTable
@@ -51,20 +53,27 @@ class DevicePlan:
         in_window: index of each chunk in the window, its block, and the copies of what it writes.
         in_host_memory: indices of the zero-copy chunks, whose kernels work on host memory: those whose
             kind has a number for `max_programs`.
-        resident: indices of chunks whose state stays on the device.
+        resident: indices of chunks whose state stays on the device, or whose phase moves none.
+        operations: operations between the chunks.
+        work: places in the memory of those operations.
         copied: bytes that the streamed chunks move.
         mapped: bytes that the kernels of zero-copy chunks move.
-        need: ring that the streamed chunks need, or None.
+        need: ring that the streamed chunks need, with the work memory, or None.
         compiled_for: arguments that the kernels were compiled for, see `Launches.compiled_for`.
     """
 
-    def __init__(self, plan: StepPlan, chunks: list[Chunk], rule: UpdateRule, updates: Updates, config: OffloadConfig):
-        self.table = AddressTable(plan, chunks, updates, programs_of)
+    def __init__(
+        self, plan: StepPlan, device: torch.device, rule: UpdateRule, updates: Updates, config: OffloadConfig
+    ) -> None:
+        chunks, then = plan.chunks_on[device], rule.phases[0].then
+        self.operations, self.work = plan.operations.get(device, []), plan.work.get(device, WorkMemory())
+        itemsize = 0 if then is None else then.dtype.itemsize
+        self.table = AddressTable(plan, chunks, updates, programs_of, self.operations, itemsize)
         self.kinds: list[ChunkKind] = []
         self.transfers: dict[int, ChunkTransfer] = {}
         self.in_window: list[tuple[int, WindowBlock, tuple[Copy, ...]]] = []
         self.in_host_memory: list[int] = []
-        self.resident: list[int] = []
+        self.resident: set[int] = set()
         mapped = []  # what copies would move for the chunks that need none
         for index, chunk in enumerate(chunks):
             kind = chunk.kind
@@ -76,13 +85,15 @@ class DevicePlan:
             elif kind.max_programs is not None:
                 self.in_host_memory.append(index)
                 mapped.append(chunk_transfer(chunk, kind, phase))
-            elif kind.extent.layout.resident:
-                self.resident.append(index)
+            elif kind.extent.layout.resident or not kind.extent.layout.only(phase.keys).keys:
+                self.resident.add(index)
             else:
                 self.transfers[index] = chunk_transfer(chunk, kind, phase)
         self.copied, self.mapped = _Moved.by(self.transfers.values()), _Moved.by(mapped)
         streamed = {self.kinds[index].extent for index in self.transfers}
-        self.need = ring_need(config, ((extent.layout, extent.numel) for extent in streamed))
+        self.need = ring_need(config, ((extent.layout, extent.numel) for extent in streamed), rule.phases)
+        if self.work.nbytes:
+            self.need = (self.need or RingNeed(0, 0))._replace(work_bytes=self.work.nbytes)
         self.compiled_for: Any = None
         # By slot, weakly: a ring that is released or grown takes its slots' views with it.
         self._states: weakref.WeakKeyDictionary[Slot, dict[Any, BoundState]] = weakref.WeakKeyDictionary()
@@ -117,13 +128,14 @@ class DevicePlan:
         return views[key]
 
 
-def ring_need(config: OffloadConfig, extents: Iterable[tuple[Layout, int]]) -> RingNeed | None:
-    """The ring that streaming extents needs, given by layout and elements; None if none streams."""
+def ring_need(config: OffloadConfig, extents: Iterable[tuple[Layout, int]], phases: Sequence[Phase]) -> RingNeed | None:
+    """The ring for streaming extents, given by layout and elements, in the phases of a rule; None if none streams."""
     needs = []
     for layout, numel in extents:
         chunk_bytes, depth, programs = extent_streaming(config, layout, numel)
-        if programs is None:
-            needs.append(RingNeed(depth, slot_bytes(layout, numel, chunk_bytes)))
+        for moved in (layout.only(phase.keys) for phase in phases):
+            if programs is None and moved.keys:
+                needs.append(RingNeed(depth, slot_bytes(moved, numel, chunk_bytes)))
     if not needs:
         return None
     return RingNeed(max(need.depth for need in needs), max(need.slot_bytes for need in needs))

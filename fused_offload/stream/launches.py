@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from fused_offload.kernels.launch import LaunchKind, ScalerSignals
 from fused_offload.memory.staging_ring import StagingRing
+from fused_offload.plan.operations import Operation
 from fused_offload.plan.window_blocks import WindowBlock
 
 from .device_plan import DevicePlan
-from .schedule import LoadedBlock
+from .operations import order_of_work, parts_of
+from .schedule import LoadedBlock, StreamedChunk
 from .step_inputs import StepInputs
 
 
@@ -59,6 +62,27 @@ class Launches:
         rows = self._plan.table.chunks[index]
         phase = self._inputs.rule.phases[self._plan.kinds[index].phase]
         phase.launch(self._table[rows.first :], rows.rows, rows.programs, state, *self._shared(index))
+
+    def on_compute_stream(self) -> tuple[list[StreamedChunk], list[Callable[[], Any]]]:
+        """Chunks that stream, with what goes between their kernels, and the calls that enqueue what goes behind them.
+
+        Those are kernels on state that is on the device already, and operations.
+        """
+        chunks: list[StreamedChunk] = []
+        waiting: list[Callable[[], Any]] = []
+        for item in order_of_work(len(self._plan.kinds), self._plan.operations, self._parts_of):
+            if not isinstance(item, int):
+                waiting.append(item)
+            elif item in self._plan.transfers:
+                chunks.append(StreamedChunk(self._plan.transfers[item], partial(self.launch, item), tuple(waiting)))
+                waiting.clear()
+            elif item in self._plan.resident:
+                waiting.append(partial(self.launch, item))
+        return chunks, waiting
+
+    def _parts_of(self, operation: Operation) -> Sequence[Callable[[], Any]]:
+        assert self._ring.work is not None
+        return parts_of(operation, self._plan.work, self._ring.work.memory, self._inputs)
 
     def _shared(self, index: int) -> tuple[Any, LaunchKind, ScalerSignals]:
         """Values, kind and signals of one chunk's launch."""

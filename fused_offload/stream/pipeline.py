@@ -30,6 +30,10 @@ only pool that activations return to. So the H2D stream waits for what that stre
 soon as its write-back is enqueued, and is marked as used by the copy streams: the allocator hands it out again when
 they are done with it.
 
+[Note: work memory] Operations between two phases, and the kernels that fill and read their arrays, run on the caller's
+stream in an order that the plan knows, so parameters of one step share memory without events. The next step may run on
+another stream, and for another optimizer: it waits for the last kernel of the step before.
+
 [Note: host readers synchronise] ``state``, ``state_dict``, ``load_state_dict`` and ``get_unscaled_state`` call
 `Pipeline.wait` before they touch a slab.
 
@@ -61,13 +65,16 @@ from fused_offload.kernels.launch import ScalerSignals
 from fused_offload.memory.forks import keep_in_children
 from fused_offload.memory.staging_ring import ENQUEUE_LOCK
 from fused_offload.plan.planner import StepPlan
+from fused_offload.rules.base import Phase
 from fused_offload.state.layout import Layout
 
+from .address_table import Arrays
 from .device_plan import DevicePlan, ring_need
 from .launches import Launches
+from .operations import scalars_of
 from .prefetch import Window
 from .queues import CudaOps, DeviceQueues
-from .schedule import StreamedChunk, launch_in_host_memory, stream_chunks
+from .schedule import launch_in_host_memory, stream_chunks
 from .skip_counter import SkipCounter
 from .step_inputs import ScalerInputs, StepInputs
 from .step_upload import UploadBuffer
@@ -119,16 +126,17 @@ class Pipeline:
         self._is_enqueueing = False
         keep_in_children(self)
 
-    def reserve(self, extents: Sequence[tuple[Layout, int]]) -> None:
+    def reserve(self, extents: Sequence[tuple[Layout, int]], phases: Sequence[Phase]) -> None:
         """Takes the ring that steps are going to need.
 
         Args:
             extents: layout and elements of each extent that streams.
+            phases: phases of the rule.
 
         Raises:
             RuntimeError: if the GPU has too little memory; see `StagingRing.grow`.
         """
-        need = ring_need(self._config, extents)
+        need = ring_need(self._config, extents, phases)
         if need is not None:
             with ENQUEUE_LOCK, torch.cuda.device(self.queues.device):
                 self.queues.begin()
@@ -152,12 +160,15 @@ class Pipeline:
         device = self.queues.device
         device_plan = plan.derived.get(device)
         if device_plan is None:
-            device_plan = plan.derived[device] = DevicePlan(
-                plan, plan.chunks_on[device], inputs.rule, inputs.updates, self._config
-            )
+            device_plan = plan.derived[device] = DevicePlan(plan, device, inputs.rule, inputs.updates, self._config)
         if device_plan.need is not None:
             self.queues.require(self, device_plan.need)
-        aligned = device_plan.table.fill(inputs.updates)
+        arrays = None
+        if device_plan.operations:
+            assert self.queues.ring.work is not None
+            address = self.queues.ring.work.memory.data_ptr()
+            arrays = Arrays(address, scalars_of(device_plan.operations, inputs))
+        aligned = device_plan.table.fill(inputs.updates, arrays)
         ops = CudaOps(self.queues)
         if self._computed is not None:  # the table of the previous step may still be read, on another current stream
             ops.wait(ops.compute, self._computed)
@@ -189,23 +200,29 @@ class Pipeline:
         # Kernels write through raw addresses; autograd must still notice that saved parameters change.
         torch.autograd.graph.increment_version(step.params)
         plan, launch, ops = step.plan, step.launches.launch, CudaOps(self.queues)
+        ring = self.queues.ring
+        if plan.operations:
+            assert ring.work is not None
+            if ring.work.written_back is not None:
+                ops.wait(ops.compute, ring.work.written_back)  # [Note: work memory]
         in_window = self.window.chunks(plan.in_window, launch, ops)
         window_bytes = self.window.nbytes
         began = ops.record(ops.compute, timing=True)
         called, host_began = self._called or (began, time.perf_counter())
         self._called = None
         copies_began = ops.record(ops.h2d, timing=True)
-        streamed = [StreamedChunk(transfer, partial(launch, index)) for index, transfer in plan.transfers.items()]
-        ring = self.queues.ring
+        streamed, behind = step.launches.on_compute_stream()
         written_back = stream_chunks(streamed, ring.slots, ops, self.write_backs.before_copies, in_window)
         ring.rotate(len(streamed))  # the next step, or part of this one, begins with the slot that was free first
         loaded, stored = ops.record(ops.h2d, timing=True), ops.record(ops.d2h, timing=True)
         if plan.in_host_memory:
             launches = [partial(launch, index) for index in plan.in_host_memory]
             written_back = launch_in_host_memory(launches, ops, self.write_backs.before_kernels)
-        for index in plan.resident:
-            launch(index)
+        for enqueue in behind:
+            enqueue()
         computed = self._computed = ops.record(ops.compute, timing=True)
+        if plan.operations and ring.work is not None:
+            ring.work.written_back = computed
         if written_back is not None:
             self.write_backs.note_streamed(written_back, self.window.blocks)
         from_window = self.window.write_back(in_window, ops, computed)

@@ -67,8 +67,8 @@ class DeviceQueues:
         """Makes the ring cover a need; see `StagingRing.grow`."""
         if not self.ring.note_need(user, need):
             return
-        if self.ring.slots:
-            self.d2h.synchronize()  # behind every chunk's kernel, and that behind its prefetch: [Note: lifetime]
+        if self.ring.slots or self.ring.work is not None:
+            torch.cuda.synchronize(self.device)  # [Note: lifetime]
         self.ring.grow(user)
         # The allocator may reuse memory that work on the current stream still reads.
         self.h2d.wait_stream(torch.cuda.current_stream(self.device))

@@ -49,10 +49,12 @@ class StreamedChunk(NamedTuple):
     Attributes:
         transfer: its copies.
         launch: enqueues its kernel on the compute stream, on the state in a slot of this index.
+        before: calls that enqueue other work on the compute stream, before that kernel.
     """
 
     transfer: ChunkTransfer
     launch: Callable[[int], None]
+    before: Sequence[Callable[[], Any]] = ()
 
 
 class LoadedBlock(NamedTuple):
@@ -157,6 +159,8 @@ def stream_chunks(
         ops.copy_to_device(slot, chunk.transfer.to_device)
         loaded = ops.record(ops.h2d)
 
+        for enqueue in chunk.before:
+            enqueue()
         ops.wait(ops.compute, loaded)
         chunk.launch(index % len(slots))
         computed = ops.record(ops.compute)

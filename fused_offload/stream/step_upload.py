@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class UploadBuffer:
         self._pieces: deque[tuple[torch.Tensor, Any]] = deque()  # with the event behind its copy, oldest first
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._table: AddressTable | None = None  # keeps the id below from being reused
-        self._holds = (0, -1)
+        self._holds: tuple[int, Hashable] = (0, -1)
         self._rows = torch.empty(0, dtype=torch.int64, device="cpu")
 
     def send(
