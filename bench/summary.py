@@ -71,12 +71,13 @@ def summary(everything: Sequence[Source]) -> Iterator[str]:
         yield from _loop_summary(found["training"])
     if "window" in found:
         yield _window_summary(found["window"])
-    shown: set[str] = set()  # of several runs of a case, the newest
+    shown = set()  # of several runs of a case, the newest
     for results in everything:
-        for name, case in results.record.get("large", {}).items():
-            if name not in shown and _is_training(case):
+        for case in results.record.get("large", {}).values():
+            model = case.get("param_numel"), case.get("tokens"), case.get("gpu_limit_bytes")
+            if model not in shown and _is_training(case):
                 yield _large_summary(results, case)
-                shown.add(name)
+                shown.add(model)
     for results in everything:
         if {"hybrid", "offload-12B", "resident-12B"} <= results.record.get("cases", {}).keys():
             yield _megatron_summary(results)
