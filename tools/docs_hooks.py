@@ -57,13 +57,6 @@ def rewritten(text: str, source: str) -> str:
     return _LINK.sub(link, text)
 
 
-def on_config(config: Any) -> Any:
-    """Puts the page of costs beside the settings, where there is one."""
-    if (ROOT / "docs/cost.md").exists():
-        next(part["Choosing"] for part in config.nav if "Choosing" in part).insert(1, {"Cost": "cost.md"})
-    return config
-
-
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages from outside, and what any page links to outside."""
     texts = {f"docs/{file.src_uri}": (ROOT / "docs" / file.src_uri).read_text() for file in files.documentation_pages()}
