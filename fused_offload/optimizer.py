@@ -444,10 +444,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _formats(self) -> Callable[[torch.Tensor], dict[str, Format]]:
         """Function that returns the stored format of each state key of a parameter."""
-        formats = dict(self._rule().formats)
+        formats = beside_bfloat16 = dict(self._rule().formats)
         if self.master_weights:
             formats[MASTER_PARAM] = MASTER_FORMATS[self.master_weight_dtype]
-        beside_bfloat16 = {**formats, MASTER_PARAM: REMAINDER} if self.store_param_remainders else formats
+            if self.store_param_remainders:
+                beside_bfloat16 = {**formats, MASTER_PARAM: REMAINDER}
 
         def of(param: torch.Tensor) -> dict[str, Format]:
             stored = self._store.stored_of(param)

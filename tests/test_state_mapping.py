@@ -1343,3 +1343,13 @@ def test_zeros_that_are_loaded_over_remainders_stay_numbers(zero: float) -> None
     assert (kept[::2] >= 0).all()
     optimizer.step()
     assert param.isfinite().all()
+
+
+def test_without_master_weights_there_is_no_remainder_either() -> None:
+    """Wrappers set both attributes after construction."""
+    param = torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = FusedOffloadAdam([param], master_weights=True, store_param_remainders=True)
+    optimizer.master_weights = False
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    assert set(optimizer.state[param]) == {"exp_avg", "exp_avg_sq"}
