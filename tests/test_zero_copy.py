@@ -111,7 +111,7 @@ def test_extents_may_differ_in_transport(monkeypatch: pytest.MonkeyPatch) -> Non
 
     mixed = step_both(OffloadConfig())
     [plan] = mixed._stepper.planner._plans.values()
-    assert {chunk.kind.max_programs for chunk in plan.chunks} == {None, 1}  # type: ignore[attr-defined]
+    assert {chunk.kind.max_programs for chunks in plan.chunks_on.values() for chunk in chunks} == {None, 1}  # type: ignore[attr-defined]
     assert_same_snapshot(snapshot(mixed), snapshot(step_both(OffloadConfig(fraction=0.0))))
 
 

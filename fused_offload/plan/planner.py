@@ -77,11 +77,6 @@ class StepPlan:
     work: dict[torch.device, WorkMemory] = field(default_factory=dict)
     derived: dict[torch.device, Any] = field(default_factory=dict)
 
-    @property
-    def chunks(self) -> list[Chunk]:
-        """Chunks on all devices."""
-        return [chunk for chunks in self.chunks_on.values() for chunk in chunks]
-
 
 class Planner:
     """Makes plans and keeps the most recent ones, by what they were made from."""

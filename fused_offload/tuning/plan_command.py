@@ -289,7 +289,7 @@ def _short_gb(nbytes: int, digits: int) -> str:
 def _duration(ms: float) -> str:
     if ms >= 1000:
         return f"{ms / 1e3:,.{0 if ms >= 9950 else 1}f} s"
-    return f"{ms:.0f} ms" if ms >= 9.5 else f"{ms:.2g} ms"
+    return _ms(ms)
 
 
 def _gb(nbytes: int) -> str:
