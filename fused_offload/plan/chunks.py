@@ -1,4 +1,4 @@
-"""Segments of one step, and the chunks that they are cut into. Pure Python."""
+"""The segments of one step, and the chunks they are cut into. Pure Python."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Segment(NamedTuple):
     Attributes:
         kind: storage, group and gradient dtype, which all segments of a chunk share.
         start: first element in the storage, a multiple of `ALIGNMENT`.
-        numel: elements, at least 1.
+        numel: number of elements, at least 1.
     """
 
     kind: Hashable
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
     Attributes:
         segment: index of the segment in the plan's input.
         offset: first element within the segment, a multiple of `ALIGNMENT`.
-        numel: elements.
+        numel: number of elements.
         slot_start: first element within the chunk's slot, a multiple of `ALIGNMENT`.
     """
 
@@ -43,7 +43,7 @@ class CopyRange(NamedTuple):
 
     Attributes:
         start: first element in the storage.
-        numel: elements, padding between segments included, a multiple of `ALIGNMENT`.
+        numel: number of elements with the padding between segments, a multiple of `ALIGNMENT`.
         slot_start: first element within the chunk's slot.
     """
 
@@ -57,8 +57,8 @@ class Chunk(NamedTuple):
 
     Attributes:
         kind: the kind of its segments.
-        pieces: by ascending storage.
-        ranges: storage that is copied, covering the pieces.
+        pieces: parts of segments, in the order of their storage.
+        ranges: storage to copy; covers the pieces.
         numel: elements that the chunk takes in a slot.
     """
 
@@ -73,21 +73,22 @@ def make_plan(
 ) -> tuple[Chunk, ...]:
     """Cuts segments into chunks.
 
-    A chunk never mixes kinds, so one launch has one set of hyperparameters and stored formats. Kinds come in the order
-    of their first segment, segments of a kind by their place in storage.
+    A chunk never mixes kinds, so one launch has one set of hyperparameters and stored formats.
+    Kinds are in the order of their first segment, segments of a kind in the order of their storage.
 
     Args:
         segments: parts of parameters to update; those of one kind do not overlap in storage.
-        capacity: elements that a chunk of a kind may take, a multiple of `ALIGNMENT`, or None for no limit.
-        keep_whole: give segments that need several chunks chunks of their own, and cut no others.
+        capacity: most elements of a chunk of a kind, a multiple of `ALIGNMENT`; None for no limit.
+        keep_whole: cut only segments that are larger than a chunk, and give each of them chunks of
+            its own.
 
     Returns:
-        Chunks that together cover every element of every segment once.
+        Chunks that together cover every element of every segment exactly once.
     """
     by_kind: dict[Hashable, list[int]] = {}
     last, indices = None, []
     for index, segment in enumerate(segments):
-        if segment.kind is not last:  # neighbours mostly are of one kind, whose hash takes long
+        if segment.kind is not last:  # neighbours are mostly of one kind, which is slow to hash
             last, indices = segment.kind, by_kind.setdefault(segment.kind, [])
         indices.append(index)
     chunks: list[Chunk] = []
@@ -135,7 +136,7 @@ def _chunks_of_kind(
                 close_range()
                 range_start = range_end = start + offset
                 range_slot_start = used
-            width = -(-taken // ALIGNMENT) * ALIGNMENT  # not align(): a call for each piece is felt
+            width = -(-taken // ALIGNMENT) * ALIGNMENT  # align() would cost a call per piece
             range_end += width
             used += width
             offset += taken

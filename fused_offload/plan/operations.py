@@ -1,4 +1,4 @@
-"""Order of two phases with an operation on whole parameters between them, and its work memory. Pure Python."""
+"""Order and work memory of the operations on whole parameters between two phases. Pure Python."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .chunks import Chunk
 
-_WORK_ALIGNMENT = 512  # bytes; as torch's allocator
+_WORK_ALIGNMENT = 512  # bytes, as in torch's allocator
 
 
 class Operation(NamedTuple):
@@ -15,8 +15,9 @@ class Operation(NamedTuple):
 
     Attributes:
         segment: index of the parameter in the plan's input.
-        position: chunks of the step that come before it.
-        beside: further chunks that do not wait for it, whose kernels go between its parts.
+        position: number of chunks of the step before it.
+        beside: number of following chunks that do not depend on it; their kernels go between its
+            parts.
         offset: bytes from the start of the work memory to the parameter's array.
     """
 
@@ -30,7 +31,7 @@ class WorkMemory(NamedTuple):
     """GPU memory of the operations of a step.
 
     Attributes:
-        scratch: first byte of the scratch of whichever operation runs.
+        scratch: first byte of the scratch memory, which all operations share in turn.
         nbytes: bytes in total.
     """
 
@@ -41,22 +42,22 @@ class WorkMemory(NamedTuple):
 def in_order(first: Sequence[Chunk], second: Sequence[Chunk]) -> tuple[list[Chunk], list[Operation]]:
     """Orders the chunks of two phases around the operations between them.
 
-    An operation follows the first phase of its parameter, and the second phase follows it. Beside an operation run the
-    second phase of the parameter before and the first phase of the parameter behind. So the link is busy while an
-    operation runs, and arrays of two parameters are in use at a time.
+    A parameter's operation runs between its first and its second phase. Meanwhile the second phase
+    of the previous parameter and the first phase of the next one run beside it. So the link is busy
+    during an operation, and the arrays of two parameters are in use at a time.
 
     Args:
         first: chunks of the first phase.
-        second: chunks of the second phase, their segments in the same order.
+        second: chunks of the second phase, with their segments in the same order.
 
     Returns:
-        All chunks, and an operation for each segment.
+        All chunks, and one operation per segment.
     """
     complete = {piece.segment: number for number, chunk in enumerate(first) for piece in chunk.pieces}
     places = {segment: place for place, segment in enumerate(complete)}
     chunks: list[Chunk] = []
     operations: list[Operation] = []
-    taken = followed = 0  # chunks of either phase
+    taken = followed = 0  # chunks of the first and of the second phase that are in `chunks`
 
     def take(segment: int) -> None:
         nonlocal taken
@@ -80,15 +81,19 @@ def in_order(first: Sequence[Chunk], second: Sequence[Chunk]) -> tuple[list[Chun
 def placed(
     chunks: Sequence[Chunk], operations: Sequence[Operation], array_bytes: Callable[[int], int], scratch_bytes: int
 ) -> tuple[list[Operation], WorkMemory]:
-    """Gives each operation the place of its array, free from the first chunk that fills it to the last that reads it.
+    """Assigns each operation's array a place in the work memory.
 
-    Kernels and operations run on one stream, so memory is free again behind the last of them that uses it.
+    An array keeps its place from the first chunk that fills it to the last chunk that reads it.
+    Kernels and operations run on one stream, so the place can be reused right behind that chunk.
 
     Args:
         chunks: chunks in order.
         operations: operations between them.
-        array_bytes: bytes of a segment's array.
-        scratch_bytes: most bytes that an operation needs beside the arrays.
+        array_bytes: returns the bytes of a segment's array.
+        scratch_bytes: largest scratch memory of an operation.
+
+    Returns:
+        The operations with their offsets, and the work memory that they need.
     """
     begins: dict[int, int] = {}
     ends: dict[int, int] = {}
@@ -96,7 +101,7 @@ def placed(
         for piece in chunk.pieces:
             begins.setdefault(piece.segment, number)
             ends[piece.segment] = number
-    in_use: list[tuple[int, int, int]] = []  # first byte, end, last chunk; by their place
+    in_use: list[tuple[int, int, int]] = []  # first byte, end, last chunk; sorted
     found, most = [], 0
     for operation in operations:  # in the order in which their arrays are filled
         in_use = [(start, stop, last) for start, stop, last in in_use if last >= begins[operation.segment]]

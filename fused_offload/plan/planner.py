@@ -1,4 +1,4 @@
-"""Turns a step's updates into chunks, and remembers the plans of recent steps."""
+"""Makes the plan of a step from its updates, and remembers recent plans."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class ChunkKind(NamedTuple):
         extent: storage of the state.
         group: index of the parameter group.
         grad_dtype: dtype of the gradients.
-        initial: state keys that are at their initial value everywhere.
+        initial: state keys that are taken at their initial value instead of being read.
         phase: index of the rule's phase.
-        block: part of the window that holds the state, or None if it streams or is resident.
-        max_programs: programs of a kernel that works on the state where it is, in host memory; None where the state is
-            on the GPU by then.
+        block: window block that holds the state, or None if it streams or is resident.
+        max_programs: most programs of a kernel that works on the state in host memory itself (zero
+            copy); None if the kernel finds the state on the GPU.
     """
 
     extent: Extent
@@ -49,7 +49,7 @@ class ChunkKind(NamedTuple):
 
     @property
     def origin(self) -> int | None:
-        """Element of the extent at which the memory begins that the kernel works on, or None for a slot of its own."""
+        """First element of the extent in the memory that the kernel works on; None for a slot."""
         if self.block is not None:
             return self.block.start
         return 0 if self.extent.layout.resident or self.max_programs is not None else None
@@ -60,14 +60,15 @@ class StepPlan:
     """Chunks of one step.
 
     Attributes:
-        chunks_on: chunks of parameters on each device, in the order of their kernels. With one phase those that stream
-            or are updated in host memory come first, then those in the window, then what is resident. A piece's segment
-            is an index into the step's updates.
-        starts: first element of each update in its extent.
-        initial: entries whose state this step is the first to write.
+        chunks_on: chunks of the parameters on each device, in the order of their kernels. With one
+            phase, streamed and zero-copy chunks come first, then chunks in the window, then
+            resident ones. A piece's segment is an index into the step's updates.
+        starts: first element of each update's state in its extent.
+        initial: parameters' state that this step is the first to write.
         operations: operations between two phases on each device, in order.
-        work: memory of those operations.
-        derived: `DevicePlan` of each device; lives as long as the plan.
+        work: work memory of those operations on each device.
+        derived: what `stream` computes from the plan and keeps with it: a `DevicePlan` per CUDA
+            device, and the work memory on the CPU.
     """
 
     chunks_on: dict[torch.device, list[Chunk]]
@@ -79,10 +80,10 @@ class StepPlan:
 
 
 class Planner:
-    """Makes plans and keeps the most recent ones, by what they were made from."""
+    """Makes plans and keeps the most recent ones, by the inputs they were made from."""
 
     def __init__(self, config: OffloadConfig) -> None:
-        """Keeps the configuration."""
+        """Starts without plans."""
         self._config = config
         self._plans: OrderedDict[Hashable, StepPlan] = OrderedDict()
         self._version = -1
@@ -99,17 +100,18 @@ class Planner:
 
         Args:
             updates: parameters with gradients.
-            entries: state of each update, with its storage.
-            phases: the rule's phases, always the same.
-            version: changes whenever storage of any entry did, or values became initial again.
-            window: blocks whose state is on the GPU already.
+            entries: state of each update; all have storage.
+            phases: the rule's phases, the same in every call.
+            version: number that changes when a parameter gets other storage, or when values become
+                initial again.
+            window: blocks that are on the GPU or on their way there.
         """
         if version != self._version:
             self.forget()
             self._version = version
         key = (updates.signature, tuple(window))
         plan = self._plans.get(key)
-        if plan is None or plan.initial:  # what was initial need not be so any more
+        if plan is None or plan.initial:  # the step of that plan may have written initial state
             plan = self._make(updates, entries, phases, window)
             self._plans[key] = plan
             if len(self._plans) > _PLANS_KEPT:
@@ -118,7 +120,7 @@ class Planner:
         return plan
 
     def forget(self) -> None:
-        """Drops all plans, and with them their references to storage."""
+        """Drops all plans, which hold references to storage."""
         self._plans.clear()
 
     def _make(
@@ -150,14 +152,14 @@ class Planner:
         chunks = make_plan(segments, self._capacity)
         if window:
             chunks = tuple(_of_updates(chunk, cuts) for chunk in chunks)
-        # What is on the GPU goes last: its kernels need no copy, so the link starts with the first chunk that does.
+        # Kernels on state that is on the GPU need no copy. They go last: copies start at once.
         ordered = sorted(chunks, key=lambda chunk: (extent_of(chunk).layout.resident, block_of(chunk) is not None))
         return StepPlan(_by_device(ordered), starts, initial)
 
     def _of_two_phases(
         self, plan: StepPlan, updates: Updates, segments: list[Segment], phases: Sequence[Phase]
     ) -> StepPlan:
-        """Fills in the chunks of both phases and the operations between them."""
+        """Adds the chunks of both phases and the operations between them to a plan."""
         operation = phases[0].then
         assert operation is not None
         first, second = (
@@ -182,9 +184,9 @@ class Planner:
         return chunk_numel(self._streaming(kind.extent).chunk_bytes, kind.extent.layout.alignment_bytes)
 
     def _part_capacity(self, phases: Sequence[Phase], kind: Any) -> int:
-        """Elements of a chunk in one of two phases.
+        """Most elements of a chunk in one of two phases.
 
-        A phase that moves no keys is bounded too: its chunks decide how much work memory is in use.
+        Chunks of a phase that moves no keys have a limit too, since it bounds the work memory.
         """
         layout = kind.extent.layout
         moved = layout.only(phases[kind.phase].keys).alignment_bytes or layout.alignment_bytes
@@ -192,6 +194,7 @@ class Planner:
 
 
 def _in_phase(segments: Sequence[Segment], phase: int) -> list[Segment]:
+    """The segments with the number of a phase in their kinds."""
     kinds: dict[int, ChunkKind] = {}
     found = []
     for kind, start, numel in segments:
@@ -216,7 +219,7 @@ def extent_streaming(config: OffloadConfig, layout: Layout, numel: int) -> Strea
 
 
 def _of_updates(chunk: Chunk, cuts: Sequence[Cut]) -> Chunk:
-    """A chunk whose pieces name updates, of one whose pieces name parts of updates."""
+    """The chunk with pieces of updates in the place of pieces of cuts."""
     pieces = tuple(
         Piece(cuts[segment].segment, cuts[segment].offset + offset, numel, slot_start)
         for segment, offset, numel, slot_start in chunk.pieces
@@ -225,14 +228,14 @@ def _of_updates(chunk: Chunk, cuts: Sequence[Cut]) -> Chunk:
 
 
 def block_of(chunk: Chunk) -> WindowBlock | None:
-    """Part of the window that holds a chunk's state, or None."""
+    """Window block that holds a chunk's state, or None."""
     kind = chunk.kind
     assert isinstance(kind, ChunkKind)
     return kind.block
 
 
 def extent_of(chunk: Chunk) -> Extent:
-    """Storage of a chunk's state."""
+    """Extent of a chunk's state."""
     kind = chunk.kind
     assert isinstance(kind, ChunkKind)
     return kind.extent

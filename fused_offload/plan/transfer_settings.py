@@ -1,4 +1,4 @@
-"""Transfer settings of one extent: the configuration with every ``"auto"`` settled."""
+"""Transfer settings of one extent: the configuration with a value for every ``"auto"``."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Streaming(NamedTuple):
     """Transfer settings of one extent.
 
     Attributes:
-        chunk_bytes: state bytes of a chunk; unused with programs.
-        depth: chunks in flight; unused with programs.
-        programs: most programs of a kernel that works on page-locked host memory itself. None means copies through the
-            ring, any number means zero copy; `ChunkKind.max_programs` takes it over.
+        chunk_bytes: state bytes of a chunk; unused with zero copy.
+        depth: chunks in flight; unused with zero copy.
+        programs: with zero copy, most programs of a kernel (`ChunkKind.max_programs`); None for
+            copies through the ring.
     """
 
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
@@ -40,38 +40,39 @@ _CHUNKS_OF_SMALL_STATE = 16
 def default_streaming(state_bytes: int) -> Streaming:
     """Transfer settings without a profile: copies through the ring.
 
-    The link idles one way during the first chunk and the other way during the last, so a small state takes small
-    chunks; but each chunk costs the host some time. On an H100 over PCIe 5, steps of 30 to 240 MB took 8 to 27 %
-    less with these chunks than with 48 MiB.
+    The link idles one way during the first chunk and the other way during the last, which favours
+    small chunks; but each chunk costs host time. So small extents get small chunks. On an H100 over
+    PCIe 5, steps with 30 to 240 MB of state took 8 to 27 % less time with these chunks than with
+    chunks of 48 MiB.
 
     Args:
-        state_bytes: of the extent.
+        state_bytes: bytes of the extent.
     """
     share = state_bytes // _CHUNKS_OF_SMALL_STATE // MIB * MIB
     return Streaming(min(DEFAULT_CHUNK_BYTES, max(LEAST_DEFAULT_CHUNK_BYTES, share)), DEFAULT_DEPTH)
 
 
 def streaming_of(config: OffloadConfig, device: torch.device, state_bytes: int) -> Streaming:
-    """Transfer settings for parameters of a device.
+    """Transfer settings of one extent, with the device's profile if there is one.
 
     Args:
         config: the caller's configuration; it wins over the profile.
-        device: of the parameters.
-        state_bytes: of the extent.
+        device: the parameters' device.
+        state_bytes: bytes of the extent.
     """
     if _is_given(config):
-        return settle(config, None, state_bytes)  # nothing is read, and nothing said of a profile
+        return settle(config, None, state_bytes)  # reads no profile, and warns of none
     profile = profiles.of(device)
     return settle(config, None if profile is None else profile.choice_for(state_bytes), state_bytes)
 
 
 def settle(config: OffloadConfig, choice: Choice | None, state_bytes: int) -> Streaming:
-    """Settles every ``"auto"`` of the configuration.
+    """Finds a value for every ``"auto"`` of the configuration.
 
     Args:
         config: the caller's configuration; it wins over the choice.
-        choice: of a profile, or None.
-        state_bytes: of the extent.
+        choice: choice of a profile for extents of this size, or None.
+        state_bytes: bytes of the extent.
     """
     if config.transport == "zero_copy":
         if config.zero_copy_programs != "auto":
@@ -90,10 +91,10 @@ def settle(config: OffloadConfig, choice: Choice | None, state_bytes: int) -> St
 
 
 def config_of_two_phases(config: OffloadConfig, optimizer: str) -> OffloadConfig:
-    """The configuration of a rule with two phases, whose state moves through the ring alone.
+    """The configuration of a rule with two phases, whose state moves only through the ring.
 
     Raises:
-        ValueError: for a window, and for zero copy.
+        ValueError: if the configuration asks for a window or for zero copy.
     """
     if config.window_bytes:
         raise ValueError(
@@ -109,6 +110,7 @@ def config_of_two_phases(config: OffloadConfig, optimizer: str) -> OffloadConfig
 
 
 def _is_given(config: OffloadConfig) -> bool:
+    """True if the configuration leaves nothing to a profile."""
     if config.transport == "zero_copy":
         return config.zero_copy_programs != "auto"
     return "auto" not in (config.chunk_bytes, config.depth)

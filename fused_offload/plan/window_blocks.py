@@ -1,4 +1,4 @@
-"""Window blocks: runs of state that may be on the GPU between prefetch and write-back."""
+"""Window blocks: runs of state that can be on the GPU between prefetch and write-back."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from fused_offload.state.storage import Extent
 from .chunks import Segment
 
 BLOCK_BYTES = 256 * 2**20
-"""State bytes of a block. One launch serves a block, and each is given back as soon as it is written to the host."""
+"""State bytes of a block. Each takes one launch, and frees its memory behind its write-back."""
 
 
 class WindowBlock(NamedTuple):
     """A run of consecutive state that is moved as one.
 
-    Blocks of an extent are always the same, however large the window is, so that a block's last write-back is all that
-    its next prefetch has to wait for.
+    The blocks of an extent do not depend on the size of the window. So a block's prefetch has to
+    wait for the last write-back of the same block only.
 
     Attributes:
-        extent: storage.
-        start: first element.
-        numel: elements, a multiple of the alignment.
+        extent: storage of the state.
+        start: first element in the extent.
+        numel: number of elements, a multiple of `ALIGNMENT`.
     """
 
     extent: Extent
@@ -42,11 +42,11 @@ class WindowBlock(NamedTuple):
 
 
 def blocks_of(extents: Iterable[Extent], block_bytes: int = BLOCK_BYTES) -> list[WindowBlock]:
-    """All blocks of the extents that stream, in their order.
+    """All blocks of the extents whose state is in host memory, in order.
 
     Args:
-        extents: storage.
-        block_bytes: state bytes of a block.
+        extents: the optimizer's extents.
+        block_bytes: most state bytes of a block.
     """
     blocks = []
     for extent in extents:
@@ -59,12 +59,12 @@ def blocks_of(extents: Iterable[Extent], block_bytes: int = BLOCK_BYTES) -> list
 
 
 class Cut(NamedTuple):
-    """Part of a segment that lies in one block, or in none.
+    """Part of a segment whose state is in one window block, or in none.
 
     Attributes:
         segment: index of the segment.
         offset: first element within the segment.
-        numel: elements.
+        numel: number of elements.
         block: the block, or None.
     """
 
@@ -78,10 +78,10 @@ def cut_at_blocks(index: int, extent: Extent, segment: Segment, blocks: Sequence
     """Cuts a segment where blocks begin and end.
 
     Args:
-        index: of the segment.
-        extent: its storage.
+        index: index of the segment.
+        extent: storage of the segment's state.
         segment: the segment.
-        blocks: blocks that are on the GPU, by ascending start within their extents.
+        blocks: blocks of the window, sorted by start within each extent.
     """
     cuts, position, end = [], segment.start, segment.start + segment.numel
     for block in blocks:

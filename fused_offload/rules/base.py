@@ -1,4 +1,4 @@
-"""The seam between arithmetic and bytes: everything that the engine asks of an update rule."""
+"""The protocol of update rules: everything that the engine asks of the arithmetic."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from fused_offload.kernels.formats import Format, Stored
 
 MASTER_PARAM = "master_param"
-"""State key of the master weights. The engine keeps it for every rule."""
+"""State key of the master weights, which the engine keeps for every rule."""
 
 
 class BoundState(Protocol):
-    """State of a run of elements under a rule's own names."""
+    """State of consecutive elements, as a record with the rule's own names."""
 
     def narrow(self, start: int, numel: int) -> Any:
         """Elements ``[start, start + numel)``; ``start`` is a multiple of 128."""
@@ -23,18 +23,19 @@ class BoundState(Protocol):
 class WholeOperation(NamedTuple):
     """Work on one whole parameter on its device, between the chunks of two phases.
 
-    Each parameter has an array there, one element for each of its own and in the same memory order.
-    The first phase fills it, the operation changes it in place, and the second phase reads it. Under
-    a skipped step it holds anything.
+    Each parameter has an array in work memory, with the parameter's number of elements and memory
+    order. The first phase fills it, the operation changes it in place, and the second phase reads
+    it. In a skipped step its values are undefined.
 
     Attributes:
         dtype: dtype of the array.
-        scratch_bytes: ``(param)``, further bytes that the operation needs while it runs.
-        parts: ``(param, array, scratch, values)``, calls that enqueue the operation on the current
-            stream, one piece of GPU work each, such as a matrix product: chunks of other parameters
-            go between them. ``array`` has the parameter's shape and strides, ``scratch`` is uint8.
-            The calls allocate nothing.
-        scalar: ``(param, values)``, a float32 of the parameter for the launches of this step.
+        scratch_bytes: ``(param)``, returns the bytes of scratch memory that the operation needs
+            while it runs.
+        parts: ``(param, array, scratch, values)``, returns the calls that enqueue the operation on
+            the current stream. Each enqueues one piece of GPU work, such as a matrix product, so
+            that chunks of other parameters can go between them. ``array`` has the parameter's shape
+            and strides; ``scratch`` is uint8. The calls allocate no memory.
+        scalar: ``(param, values)``, returns the parameter's float32 for the launches of this step.
     """
 
     dtype: torch.dtype
@@ -46,28 +47,28 @@ class WholeOperation(NamedTuple):
 class Phase(NamedTuple):
     """One pass over the state of all parameters.
 
-    Chunks of a phase move the keys that it reads or writes, and no others. No two phases of a rule
-    have a key in common, and each writes every key of its own that is at its initial value.
+    The chunks of a phase move the keys that it reads or writes, and no others. Two phases of a rule
+    have no key in common, and each phase writes all of its keys that are at their initial value.
 
     Attributes:
         reads: state keys that the launch reads.
         writes: state keys that the launch writes.
-        reference: ``(param, grad, state, values, *, grad_scale, counter)``, the phase in plain torch
-            on the CPU: ``param`` ``[numel]`` contiguous, updated in place; ``grad`` ``[numel]``, only
-            read; ``state`` bound state of the same elements, updated in place; ``grad_scale`` a float
-            that divides gradients, or None; ``counter`` the random numbers of the first element, see
-            `kernels.formats.rounding_counter`. Phases beside an operation also take ``array``,
-            ``[numel]`` of the operation's dtype, and ``scalar``.
-        compile: ``(table, state, values, kind, signals)``, compiles and loads what ``launch`` needs
-            for such arguments, without launching it.
-        launch: ``(table, rows, programs, state, values, kind, signals)``, enqueues the phase for all
-            pieces in the table on the current stream. ``table`` is ``[>= rows, 6]`` int64 on the
-            device, with 8 columns beside an operation (`kernels.launch.TABLE_COLUMNS`), ``programs``
-            the sum of `kernels.launch.programs_of` over its pieces, ``state`` bound state on the
-            device or in mapped host memory, ``kind`` a `kernels.launch.LaunchKind`, ``signals`` a
-            `kernels.launch.ScalerSignals`.
-        then: operation on each whole parameter behind this phase, or None. The next phase of a
-            parameter follows its operation.
+        reference: ``(param, grad, state, values, *, grad_scale, counter)``, the phase in plain
+            torch on the CPU. ``param`` is ``[numel]``, contiguous, updated in place; ``grad`` is
+            ``[numel]``, only read; ``state`` is the bound state of the same elements, updated in
+            place; ``grad_scale`` is a float that divides the gradients, or None; ``counter`` is the
+            random counter of the first element (`kernels.formats.rounding_counter`). Phases with an
+            operation between them also take ``array``, ``[numel]`` of the operation's dtype, and
+            ``scalar``.
+        compile: ``(table, state, values, kind, signals)``, compiles and loads the kernels that
+            ``launch`` uses for such arguments, and launches none.
+        launch: ``(table, rows, programs, state, values, kind, signals)``, enqueues the phase for
+            all pieces in the table on the current stream. ``table`` is ``[>= rows, 6]`` int64 on
+            the device, 8 columns if the rule has an operation (`kernels.launch.TABLE_COLUMNS`);
+            ``programs`` is the sum of `kernels.launch.programs_of` over its pieces; ``state`` is
+            bound state on the device or in mapped host memory; ``kind`` is a
+            `kernels.launch.LaunchKind`; ``signals`` is a `kernels.launch.ScalerSignals`.
+        then: operation on each whole parameter between this phase and the next, or None.
     """
 
     reads: frozenset[str]
@@ -79,12 +80,12 @@ class Phase(NamedTuple):
 
     @property
     def keys(self) -> frozenset[str]:
-        """State keys that its chunks move."""
+        """State keys that the phase's chunks move."""
         return self.reads | self.writes
 
 
 def check_phases(phases: Sequence[Phase], optimizer: str) -> None:
-    """Raises RuntimeError for phases that the engine does not run: it knows one, or two with an operation between."""
+    """Raises RuntimeError unless there is one phase, or two with an operation between them."""
     if len(phases) == 1 and phases[0].then is None:
         return
     if len(phases) == 2 and phases[0].then is not None and phases[1].then is None:
@@ -101,18 +102,19 @@ def check_phases(phases: Sequence[Phase], optimizer: str) -> None:
 
 
 class UpdateRule(Protocol):
-    """The arithmetic of one optimizer, frozen for one step.
+    """The arithmetic of one optimizer; nothing in it changes during a step.
 
-    The values of a step (``values``) are a record of the rule's own: hyperparameters of one group,
-    rounded as the kernel takes them.
+    ``values``, the values of a step, is a record that each rule defines: the hyperparameters of one
+    group, rounded as the kernel takes them.
 
     Attributes:
-        keys: state keys in the order of storage, without `MASTER_PARAM`. They start at zero.
+        keys: state keys in the order of storage, without `MASTER_PARAM`. Their values start at
+            zero.
         formats: stored format of each of ``keys`` for new parameters.
-        nonnegative: keys of averages of squares, which no caller may set to negative values.
-        settings: hyperparameters that a group of this rule has.
-        foreign_settings: settings of torch's optimizer that groups here do not keep.
-        numerics: name of the arithmetic that kernels are compiled for.
+        nonnegative: keys of averages of squares, which callers must not set to negative values.
+        settings: names of a group's hyperparameters.
+        foreign_settings: settings of torch's optimizer that are dropped from loaded groups.
+        numerics: name of the numerics that kernels are compiled for.
         phases: passes over the state, in order: one, or two with an operation between them.
     """
 
@@ -134,11 +136,11 @@ class UpdateRule(Protocol):
 
     @property
     def foreign_settings(self) -> frozenset[str]:
-        """Settings of torch's optimizer that groups here do not keep."""
+        """Settings of torch's optimizer that are dropped from loaded groups."""
 
     @property
     def numerics(self) -> str:
-        """Name of the arithmetic."""
+        """Name of the numerics."""
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -152,53 +154,58 @@ class UpdateRule(Protocol):
 
         Args:
             group: a parameter group.
-            lr_required: whether ``lr`` may not be None; schedulers may set it before the first step.
+            lr_required: refuse an ``lr`` of None, which schedulers may still set before a first
+                step.
 
         Raises:
-            TypeError: for a value of another type.
+            TypeError: for a value of the wrong type.
             ValueError: for a value out of range.
         """
 
     def check_new_group(self, group: Mapping[str, Any]) -> None:
-        """`check_group`, and raises for settings of torch's optimizer that would have no effect here."""
+        """`check_group`, which also refuses settings of torch's optimizer without effect here."""
 
     def group_warning(self, group: Mapping[str, Any]) -> str | None:
-        """A sentence on settings that are taken but should not be given, or None."""
+        """Warning for settings that are accepted but not recommended, or None."""
 
     def check_saved_group(self, saved: Mapping[str, Any], index: int) -> None:
-        """Raises ValueError for a saved group that was trained in a way that this rule does not have."""
+        """Raises ValueError for a saved group whose training this rule cannot continue."""
 
     def load_warnings(self, saved_groups: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Sentences for whoever loads these groups."""
+        """Warnings for the caller who loads these groups."""
 
     def torch_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """A group in the layout of torch's optimizer."""
+        """The group in the layout of torch's optimizer."""
 
     def catch_up_factors(self, group: Mapping[str, Any], count: int | None) -> dict[str, float]:
-        """Factors by state key for a parameter that had ``count`` steps, less than its group."""
+        """Factors by state key for a parameter that took ``count`` steps, fewer than its group."""
 
     def bind(self, stored: Mapping[str, Stored], initial: Set[str]) -> BoundState:
-        """Stored arrays of a run of elements under the rule's names.
+        """Record of the stored arrays of consecutive elements, with the rule's own names.
 
         Args:
             stored: arrays of a phase's keys; `MASTER_PARAM` only where masters are kept.
             initial: keys that are taken at their initial value instead of being read: zero, and for
-                `MASTER_PARAM` the parameter. Holds all of `keys` or none of them.
+                `MASTER_PARAM` the parameter. Contains all of `keys` or none of them.
         """
 
     def step_values(self, group: Mapping[str, Any], step: int) -> Any:
-        """Hyperparameters of a group for the step of this number, counted from 1.
+        """Hyperparameters of a group for one step.
 
-        A learning rate tensor on a GPU is kept as it is, for the kernel to read.
-        """
-
-    def skip_rows(self, group: Mapping[str, Any], step: int, pending: int) -> list[tuple[float, ...]]:
-        """Values that depend on the number of the step, by the number of skipped earlier steps.
+        A learning rate that is a tensor on a GPU stays one, for the kernel to read.
 
         Args:
             group: a parameter group.
-            step: number of the step if none of the pending ones was skipped.
-            pending: earlier steps of which the host does not know yet whether they were skipped.
+            step: number of the step, counted from 1.
+        """
+
+    def skip_rows(self, group: Mapping[str, Any], step: int, pending: int) -> list[tuple[float, ...]]:
+        """Values that depend on the step number, by the number of skips among the pending steps.
+
+        Args:
+            group: a parameter group.
+            step: number of the step if no pending step was skipped.
+            pending: number of earlier steps whose outcome the host does not know yet.
 
         Returns:
             ``pending + 1`` rows of one width, at least 1.

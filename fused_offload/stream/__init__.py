@@ -1,8 +1,10 @@
-"""The pipeline of one device: copies, kernels and events in order. Streams and events live here only.
+"""The pipeline of one device: copies, kernels and events in order.
+
+Streams and events are used in this room only.
 
 May import `plan` and what it imports.
 
-Invariants, as titled notes in `pipeline` and, the last one, in `queues`:
+Invariants, as titled notes in `pipeline`; the last one is in `queues`:
     - slot reuse
     - work memory
     - next step reads what this one wrote

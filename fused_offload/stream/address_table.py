@@ -1,4 +1,4 @@
-"""The address table of a step: current addresses of each piece's parameter and gradient."""
+"""The address table of a step: the current addresses of each piece's parameter and gradient."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fused_offload.plan.chunks import Chunk
 from fused_offload.plan.operations import Operation
 from fused_offload.plan.planner import ChunkKind, StepPlan
 
-_VECTOR_BYTES = 16  # the widest access of the kernel
+_VECTOR_BYTES = 16  # the widest memory access of the kernels
 
 
 class ChunkRows(NamedTuple):
-    """Part of the table that one chunk's launch reads.
+    """Rows of the table that one chunk's launch reads.
 
     Attributes:
         first: first row.
@@ -34,10 +34,10 @@ class ChunkRows(NamedTuple):
 
 
 class Arrays(NamedTuple):
-    """What the table says of parameters with an operation, besides addresses of their own.
+    """Inputs of the two columns that rules with an operation have in the table.
 
     Attributes:
-        address: start of the work memory, in which each parameter has an array.
+        address: address of the work memory, in which each parameter has an array.
         scalars: this step's scalar of each operation's parameter.
     """
 
@@ -46,12 +46,13 @@ class Arrays(NamedTuple):
 
 
 class AddressTable:
-    """Rows of all chunks of a plan, in their order; only addresses and scalars change from step to step.
+    """Rows of all chunks of a plan, in order. Only addresses and scalars change between steps.
 
     Attributes:
         chunks: rows of each chunk.
-        rows: ``[rows, 6]`` int64, or 8 columns beside operations, see `kernels.launch.TABLE_COLUMNS`.
-        version: version of the updates whose addresses it holds, with `Arrays` beside operations.
+        rows: ``[rows, 6]`` int64, or 8 columns with operations; see `kernels.launch.TABLE_COLUMNS`.
+        version: version of the updates whose addresses are in the table; with operations also the
+            `Arrays`.
     """
 
     def __init__(
@@ -63,15 +64,15 @@ class AddressTable:
         operations: Sequence[Operation] = (),
         array_itemsize: int = 0,
     ) -> None:
-        """Fills everything but addresses and scalars.
+        """Fills all columns but addresses and scalars.
 
         Args:
-            plan: plan that the chunks are from.
-            chunks: chunks of one device.
-            updates: gradients that the plan was made for; only dtypes and positions are kept.
-            programs_of: programs that pieces of so many elements take, one by one.
+            plan: the plan.
+            chunks: the plan's chunks on one device.
+            updates: updates that the plan was made for; no tensor of them is kept.
+            programs_of: returns the number of programs of each piece from the numbers of elements.
             operations: operations between the chunks.
-            array_itemsize: bytes of an element of their arrays.
+            array_itemsize: bytes of an element of the operations' arrays.
         """
         counts = [len(chunk.pieces) for chunk in chunks]
         pieces = itertools.chain.from_iterable(chunk.pieces for chunk in chunks)
@@ -79,7 +80,7 @@ class AddressTable:
         segment, offset, numel, slot_start = numbers.reshape(-1, 4).T
         programs = programs_of(numel)
         self.rows = np.zeros((len(numel), ARRAY_COLUMNS if operations else TABLE_COLUMNS), np.int64)
-        self.rows[:, 0] = np.cumsum(programs) - programs  # of all chunks; each counts its own below
+        self.rows[:, 0] = np.cumsum(programs) - programs  # over all chunks; made per chunk below
         self.rows[:, 3] = np.array(plan.starts, np.int64)[segment] + offset
         self.rows[:, 4] = numel
         self.rows[:, 5] = rounding_counter(np.array(updates.positions, np.int64)[segment], offset)
@@ -114,10 +115,10 @@ class AddressTable:
 
         Args:
             updates: the step's parameters and gradients, in the plan's order.
-            arrays: work memory and scalars, beside operations.
+            arrays: work memory and scalars if the plan has operations.
 
         Returns:
-            For each chunk, whether all its addresses allow the widest accesses.
+            For each chunk, True if all of its addresses are aligned for the widest access.
         """
         version = updates.version if arrays is None else (updates.version, arrays)
         if version == self.version:
@@ -131,7 +132,7 @@ class AddressTable:
             scalars[self._operations] = arrays.scalars
             self.rows[:, 6] = arrays.address + self._array_offset
             self.rows[:, 7] = scalars.view(np.int32)[self._segment]
-        self.version = version  # last: an interrupted call has filled in nothing
+        self.version = version  # last, so that an interrupted call is repeated
         return self._aligned
 
     @property

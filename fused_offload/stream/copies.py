@@ -18,9 +18,9 @@ class Copy(NamedTuple):
     """One contiguous copy.
 
     Attributes:
-        host_address: bytes, in a slab.
-        slot_offset: bytes, from the slot's start.
-        nbytes: size.
+        host_address: address in a slab.
+        slot_offset: bytes from the start of the slot.
+        nbytes: number of bytes.
     """
 
     host_address: int
@@ -34,7 +34,7 @@ class ChunkTransfer(NamedTuple):
     Attributes:
         to_device: state that the kernel reads.
         to_host: state that the kernel writes.
-        place: place of each key in the slot.
+        place: byte offsets of each key in the slot.
     """
 
     to_device: tuple[Copy, ...]
@@ -45,7 +45,8 @@ class ChunkTransfer(NamedTuple):
 def chunk_transfer(chunk: Chunk, kind: ChunkKind, phase: Phase) -> ChunkTransfer:
     """The copies of one chunk in one phase of the rule.
 
-    State at its initial value is not read, and neither is the master of a float32 parameter, which is its own master.
+    State at its initial value is not read, and neither is the master of a float32 parameter, which
+    is its own master.
     """
     layout = kind.extent.layout
     moved = {key: format for key, format in layout.keys if key in phase.reads | phase.writes}
@@ -65,9 +66,10 @@ def _keys_read(layout: Layout) -> set[str]:
 
 
 def block_transfer(block: WindowBlock) -> tuple[Copy, ...]:
-    """The copies that bring a whole block of state to the GPU, whoever gets gradients.
+    """The copies that bring a whole block of state to the GPU.
 
-    As for chunks, the master of a float32 parameter is not read.
+    Which parameters will have gradients is not known yet. As for chunks, the master of a float32
+    parameter is not read.
     """
     layout, place = block.extent.layout, block.place
     whole = (CopyRange(block.start, block.numel, 0),)
@@ -76,7 +78,7 @@ def block_transfer(block: WindowBlock) -> tuple[Copy, ...]:
 
 
 def block_write_back(block: WindowBlock, chunk: Chunk, phase: Phase) -> tuple[Copy, ...]:
-    """The copies that bring what one phase of a chunk wrote in a block back to the slabs."""
+    """The copies to the slabs of what one phase of a chunk wrote in a window block."""
     ranges = tuple(CopyRange(start, numel, start - block.start) for start, numel, _ in chunk.ranges)
     keys = [key for key, _ in block.extent.layout.keys if key in phase.writes]
     return tuple(copy for key in keys for copy in _key_copies(block.extent, key, block.place, ranges))
@@ -100,5 +102,5 @@ def _key_copies(extent: Extent, key: str, place: ArrayPlace, ranges: tuple[CopyR
 
 
 def bytes_of(copies: Iterable[Copy]) -> int:
-    """All bytes of some copies."""
+    """Total bytes of some copies."""
     return sum(copy.nbytes for copy in copies)

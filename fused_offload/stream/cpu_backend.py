@@ -1,4 +1,4 @@
-"""Runs a plan on parameters that live on the CPU: the same chunks, updated in place by the reference."""
+"""The CPU backend: runs the chunks of a plan on CPU parameters, with the rule's reference."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _CPU = torch.device("cpu")
 
 
 def take_work_memory(plan: StepPlan) -> None:
-    """Allocates the work memory of a plan's operations, which stays with the plan."""
+    """Allocates the work memory of a plan's operations on the CPU; it is kept with the plan."""
     if _CPU in plan.work and _CPU not in plan.derived:
         plan.derived[_CPU] = torch.empty(plan.work[_CPU].nbytes, dtype=torch.uint8, device="cpu")
 
 
 def work_on_cpu(plan: StepPlan, inputs: StepInputs) -> Iterator[Callable[[], Any]]:
-    """The calls that make a step, in order.
+    """The calls that make up a step on the CPU, in order.
 
     Args:
         plan: the step's plan.
@@ -51,7 +51,7 @@ def run_chunk(chunk: Chunk, plan: StepPlan, inputs: StepInputs, beside: dict[int
         chunk: chunk of the plan.
         plan: the step's plan.
         inputs: the step's inputs.
-        beside: further arguments of the phase by the segments that have an operation.
+        beside: array and scalar of each segment that has an operation.
     """
     kind = chunk.kind
     assert isinstance(kind, ChunkKind)

@@ -1,4 +1,4 @@
-"""The part of a step plan on one device: addresses, copies, kernels' arguments, bytes."""
+"""The part of a step plan on one device: address table, copies, kernel arguments, bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Moved(NamedTuple):
 
     Attributes:
         to_device: bytes that kernels read.
-        to_host: bytes that they write.
+        to_host: bytes that kernels write.
     """
 
     to_device: int
@@ -36,7 +36,7 @@ class _Moved(NamedTuple):
 
     @classmethod
     def by(cls, transfers: Collection[ChunkTransfer]) -> _Moved:
-        """All bytes of some transfers."""
+        """Total bytes of some transfers."""
         return cls(
             sum(bytes_of(transfer.to_device) for transfer in transfers),
             sum(bytes_of(transfer.to_host) for transfer in transfers),
@@ -50,16 +50,15 @@ class DevicePlan:
         table: addresses of parameters and gradients.
         kinds: kind of each chunk.
         transfers: copies of each chunk that streams, by its index.
-        in_window: index of each chunk in the window, its block, and the copies of what it writes.
-        in_host_memory: indices of the zero-copy chunks, whose kernels work on host memory: those whose
-            kind has a number for `max_programs`.
-        resident: indices of chunks whose state stays on the device, or whose phase moves none.
+        in_window: index of each chunk in the window, its block, and the copies of its write-back.
+        in_host_memory: indices of the zero-copy chunks, whose kernels work on host memory.
+        resident: indices of chunks whose state stays on the device, or whose phase moves no state.
         operations: operations between the chunks.
-        work: places in the memory of those operations.
+        work: size and scratch of those operations' work memory.
         copied: bytes that the streamed chunks move.
         mapped: bytes that the kernels of zero-copy chunks move.
-        need: ring that the streamed chunks need, with the work memory, or None.
-        compiled_for: arguments that the kernels were compiled for, see `Launches.compiled_for`.
+        need: ring and work memory that the plan needs, or None.
+        compiled_for: arguments that the kernels were compiled for; see `Launches.compiled_for`.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class DevicePlan:
         self.in_window: list[tuple[int, WindowBlock, tuple[Copy, ...]]] = []
         self.in_host_memory: list[int] = []
         self.resident: set[int] = set()
-        mapped = []  # what copies would move for the chunks that need none
+        mapped = []  # transfers that zero-copy chunks would need with copies
         for index, chunk in enumerate(chunks):
             kind = chunk.kind
             assert isinstance(kind, ChunkKind)
@@ -95,7 +94,7 @@ class DevicePlan:
         if self.work.nbytes:
             self.need = (self.need or RingNeed(0, 0))._replace(work_bytes=self.work.nbytes)
         self.compiled_for: Any = None
-        # By slot, weakly: a ring that is released or grown takes its slots' views with it.
+        # Weak, so that views of a slot do not outlive the ring's memory.
         self._states: weakref.WeakKeyDictionary[Slot, dict[Any, BoundState]] = weakref.WeakKeyDictionary()
 
     def state(
@@ -106,14 +105,14 @@ class DevicePlan:
         ring: StagingRing,
         window: Mapping[WindowBlock, LoadedBlock],
     ) -> BoundState:
-        """State of a chunk as its kernel takes it; full chunks of a kind share the same views.
+        """State of a chunk, bound for its kernel. Chunks of a kind and a size share their views.
 
         Args:
-            index: of the chunk.
-            slot_index: slot of a chunk that streams.
-            rule: the arithmetic.
+            index: index of the chunk.
+            slot_index: slot of a chunk that streams; unused for others.
+            rule: the update rule.
             ring: the device's ring.
-            window: loaded blocks.
+            window: loaded window blocks.
         """
         kind, transfer = self.kinds[index], self.transfers.get(index)
         if kind.block is not None:
@@ -129,7 +128,13 @@ class DevicePlan:
 
 
 def ring_need(config: OffloadConfig, extents: Iterable[tuple[Layout, int]], phases: Sequence[Phase]) -> RingNeed | None:
-    """The ring for streaming extents, given by layout and elements, in the phases of a rule; None if none streams."""
+    """The ring that a rule's steps need, or None if they need none.
+
+    Args:
+        config: the caller's configuration.
+        extents: layout and number of elements of each extent that streams.
+        phases: the rule's phases.
+    """
     needs = []
     for layout, numel in extents:
         chunk_bytes, depth, programs = extent_streaming(config, layout, numel)

@@ -32,16 +32,16 @@ class Launches:
         ring: StagingRing,
         window: Mapping[WindowBlock, LoadedBlock],
     ) -> None:
-        """Keeps what all launches share.
+        """Keeps the arguments that all launches share.
 
         Args:
             plan: the device's plan.
             inputs: the step's inputs on this device.
             table: the address table on this device.
-            aligned: for each chunk, whether all its addresses allow the widest accesses.
-            signals: a gradient scaler's signals by group.
+            aligned: result of `AddressTable.fill`.
+            signals: a gradient scaler's signals by group, or for all groups under None.
             ring: the device's ring.
-            window: loaded blocks.
+            window: loaded window blocks.
         """
         self._plan = plan
         self._inputs = inputs
@@ -55,8 +55,8 @@ class Launches:
         """Enqueues the kernel of one chunk.
 
         Args:
-            index: of the chunk.
-            slot_index: slot of a chunk that streams.
+            index: index of the chunk.
+            slot_index: slot of a chunk that streams; unused for others.
         """
         state = self._plan.state(index, slot_index, self._inputs.rule, self._ring, self._window)
         rows = self._plan.table.chunks[index]
@@ -64,9 +64,12 @@ class Launches:
         phase.launch(self._table[rows.first :], rows.rows, rows.programs, state, *self._shared(index))
 
     def on_compute_stream(self) -> tuple[list[StreamedChunk], list[Callable[[], Any]]]:
-        """Chunks that stream, with what goes between their kernels, and the calls that enqueue what goes behind them.
+        """The order of work on the compute stream, without the window's and zero-copy kernels.
 
-        Those are kernels on state that is on the device already, and operations.
+        Returns:
+            The chunks that stream. Operations and kernels of resident chunks are the calls that
+            each chunk has ``before`` its kernel.
+            The calls that go behind the last chunk that streams.
         """
         chunks: list[StreamedChunk] = []
         waiting: list[Callable[[], Any]] = []
@@ -85,7 +88,7 @@ class Launches:
         return parts_of(operation, self._plan.work, self._ring.work.memory, self._inputs)
 
     def _shared(self, index: int) -> tuple[Any, LaunchKind, ScalerSignals]:
-        """Values, kind and signals of one chunk's launch."""
+        """Values, kind and signals of one chunk's launch, which compilation takes too."""
         kind = self._plan.kinds[index]
         launch_kind = LaunchKind(
             kind.extent.layout.param_dtype,
@@ -99,7 +102,7 @@ class Launches:
 
     @property
     def compiled_for(self) -> Any:
-        """Arguments that the kernels of all chunks are compiled for, besides the plan."""
+        """Arguments that the kernels of all chunks are compiled for, beside those of the plan."""
         rule, scaler = self._inputs.rule, self._inputs.scaler
         by_group = [(group, rule.compiled_values(values)) for group, values in self._inputs.values.items()]
         return list(self._aligned), rule.numerics, by_group, scaler.found_inf is None, scaler.grad_scale is None
@@ -108,7 +111,7 @@ class Launches:
         """Compiles and loads the kernels of all chunks.
 
         Args:
-            known: arguments of kernels that are compiled already; updated.
+            known: arguments of kernels that are compiled already; new ones are added.
         """
         needed = self.compiled_for
         if self._plan.compiled_for != needed:

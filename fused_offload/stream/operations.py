@@ -18,13 +18,13 @@ PartsOf = Callable[[Operation], Sequence[Callable[[], Any]]]
 def order_of_work(chunks: int, operations: Sequence[Operation], parts_of: PartsOf) -> Iterator[int | Callable[[], Any]]:
     """Indices of all chunks in order, and between them calls that run the operations.
 
-    Chunks that may go beside an operation are spread evenly over its parts. Without operations these are just the
-    indices.
+    Chunks that go beside an operation are spread evenly over its parts. Without operations the
+    result is the indices alone.
 
     Args:
         chunks: number of chunks.
-        operations: operations between them.
-        parts_of: parts of an operation, asked for when its first one is due.
+        operations: operations between the chunks.
+        parts_of: returns the parts of an operation; called when the first of them is due.
     """
     done = 0
     for operation in operations:
@@ -39,7 +39,7 @@ def order_of_work(chunks: int, operations: Sequence[Operation], parts_of: PartsO
 
 
 def _slices(operation: Operation, parts_of: PartsOf) -> Iterator[None]:
-    """Runs a slice of an operation's parts at each `next`, one more than there are chunks beside it."""
+    """Runs a slice of an operation's parts at each `next`; one more than chunks go beside it."""
     parts, slices = parts_of(operation), operation.beside + 1
     for number in range(slices):
         for part in parts[number * len(parts) // slices : (number + 1) * len(parts) // slices]:
@@ -48,7 +48,7 @@ def _slices(operation: Operation, parts_of: PartsOf) -> Iterator[None]:
 
 
 def array_of(operation: Operation, memory: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
-    """The array of a parameter in work memory, ``[numel]``."""
+    """A parameter's array in the work memory, ``[numel]``."""
     whole, param = inputs.rule.phases[0].then, inputs.updates.params[operation.segment]
     assert whole is not None
     nbytes = param.numel() * whole.dtype.itemsize
@@ -62,8 +62,8 @@ def parts_of(
 
     Args:
         operation: the operation.
-        work: places in the work memory.
-        memory: the work memory.
+        work: size and scratch of the work memory.
+        memory: the work memory, uint8.
         inputs: the step's inputs.
     """
     whole, param = inputs.rule.phases[0].then, inputs.updates.params[operation.segment]

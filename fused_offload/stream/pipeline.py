@@ -2,53 +2,57 @@
 
 ::
 
-    before the first chunk, H2D stream: wait until earlier steps have written back what this one reads
-    grads --> for chunk i, slot s = i mod depth
-                prefetch    H2D stream:     wait slot.written_back; copy slab -> slot
-                compute     current stream: wait prefetch; one kernel reads gradients, updates parameters and slot
-                write-back  D2H stream:     wait compute; copy slot -> slab
+    before the first chunk: H2D stream waits until earlier steps have written back its state
+    for chunk i, slot s = i mod depth:
+        prefetch    H2D stream      wait slot s written back   copy slab -> slot
+        compute     current stream  wait prefetched            kernel: gradients, parameters, slot
+        write-back  D2H stream      wait computed              copy slot -> slab
 
-Our own streams carry copies only. Kernels run on the caller's current stream: gradients that are freed after the step
-are safe, and parameters are final for whatever the caller enqueues next. Nothing here waits on the host.
+Our own streams carry copies only. Kernels run on the caller's current stream. So gradients may be
+freed right after the step, and parameters are final for whatever the caller enqueues next. A steady
+step never waits on the host.
 
-With the zero-copy transport there is no ring: one kernel for each kind reads and writes the slabs themselves.
+With ``transport="zero_copy"`` there is no ring: one kernel per kind reads and writes the slabs.
 
-[Note: slot reuse] A slot is overwritten only after its own ``written_back``. The event stays with the slot, so this
-holds across steps and across optimizers that share the ring.
+[Note: slot reuse] A slot is overwritten only after its own ``written_back``. The event stays with
+the slot, so this holds across steps and across optimizers that share the ring.
 
-[Note: next step reads what this one wrote] Before state is copied to the device, the H2D stream waits for the last
-write-back of that state, and of no other: a block of the window that was written back as one has an event of its own,
-everything else was written back when the last streamed chunk was, since the D2H stream is in order. Zero-copy kernels
-wait for blocks on the stream that they run on, and the D2H stream waits for them, so that the same events stand for
-what they wrote.
+[Note: next step reads what this one wrote] Before state is copied to the device, the H2D stream
+waits for the last write-back of that state only. A window block has an event of its own. All other
+state is written back with the last streamed chunk, since the D2H stream is in order. Zero-copy
+kernels wait for window blocks on the compute stream. The D2H stream waits for these kernels, so the
+same events cover what they wrote.
 
-[Note: window last] Blocks of the window are written back behind all streamed chunks. Their copies have a whole forward
-pass to hide under; in front of the streamed chunks' they would hold up slots, and with them the step.
+[Note: window last] Window blocks are written back behind all streamed chunks. Their copies run
+under the next forward pass. In front of the streamed chunks they would delay the reuse of slots,
+and with it the step.
 
-[Note: window memory] A block's memory is allocated on the current stream, which has to be that of the forward pass: the
-only pool that activations return to. So the H2D stream waits for what that stream did before. The memory is dropped as
-soon as its write-back is enqueued, and is marked as used by the copy streams: the allocator hands it out again when
-they are done with it.
+[Note: window memory] A block's memory is allocated on the current stream. This has to be the stream
+of the forward pass, whose memory pool is the only one that activations return to. So the H2D stream
+waits for earlier work of that stream. The memory is marked as used by the copy streams, and dropped
+as soon as its write-back is enqueued. The allocator reuses it when these streams are done with it.
 
-[Note: work memory] Operations between two phases, and the kernels that fill and read their arrays, run on the caller's
-stream in an order that the plan knows, so parameters of one step share memory without events. The next step may run on
-another stream, and for another optimizer: it waits for the last kernel of the step before.
+[Note: work memory] Operations between two phases, and the kernels that fill and read their arrays,
+run on the caller's stream in the plan's order. So parameters of one step share work memory without
+events. The next step may run on another stream, or belong to another optimizer: it waits for the
+last kernel of the previous step.
 
-[Note: host readers synchronise] ``state``, ``state_dict``, ``load_state_dict`` and ``get_unscaled_state`` call
-`Pipeline.wait` before they touch a slab.
+[Note: host readers synchronise] ``state``, ``state_dict``, ``load_state_dict`` and
+``get_unscaled_state`` call `Pipeline.wait` before they touch a slab.
 
-[Note: lifetime] Slabs and slots outlive every copy: slots belong to the ring, which is released only after both copy
-streams are idle, and slabs wait for the device before they are unregistered. So slots need no ``record_stream``, and a
-steady step without a window allocates nothing.
+[Note: lifetime] Slabs and slots outlive every copy: slots belong to the ring, which is released
+only after both copy streams are idle, and slabs wait for the device before they are unregistered.
+So slots need no ``record_stream``, and a steady step without a window allocates nothing.
 
-[Note: half a step] After an exception anywhere in a step the numbers of other optimizers stay right: the next user of
-the device's queues waits for all that is under way ([Note: interrupted runs] in `queues.py`). The optimizer itself is
-marked as failed from its first change to its last (`Stepper.step`), and takes no further step before state is loaded.
+[Note: half a step] An exception anywhere in a step does not corrupt other optimizers: the next user
+of the device's queues waits for the whole device ([Note: interrupted runs] in `queues.py`). The
+optimizer itself counts as failed from the first change of a step to the last (`Stepper.step`), and
+refuses further steps until state is loaded.
 
 [Note: grads are inputs] The kernel never writes a gradient.
 
-[Note: all or nothing] Whatever can fail (checks, the ring, the table's memory, compiling and loading) happens in
-`Pipeline.prepare`, before the first launch.
+[Note: all or nothing] All that can fail (checks, the ring, the table's memory, compiling and
+loading) happens in `Pipeline.prepare`, before the first launch.
 """
 
 from __future__ import annotations
@@ -83,13 +87,13 @@ from .write_backs import WriteBacks
 
 
 class PreparedStep(NamedTuple):
-    """A step on one device that has nothing left to fail.
+    """Result of `Pipeline.prepare`: a step on one device, ready to be enqueued.
 
     Attributes:
         plan: the device's plan.
         launches: launches of its chunks.
         params: parameters that the step changes.
-        found_inf: signal to count a skip by, or None.
+        found_inf: one-element tensor, nonzero if the step is skipped, or None.
     """
 
     plan: DevicePlan
@@ -104,8 +108,8 @@ class Pipeline:
     Attributes:
         queues: copy streams and ring, shared with other optimizers.
         window: prefetched state.
-        write_backs: events of completed state.
-        skips: counts steps that the device skipped.
+        write_backs: events of the write-backs.
+        skips: counter of the steps that the device skipped.
         log: timing events of the last steps.
         prefetch_host_seconds: host time of the prefetches for the next step.
     """
@@ -127,7 +131,7 @@ class Pipeline:
         keep_in_children(self)
 
     def reserve(self, extents: Sequence[tuple[Layout, int]], phases: Sequence[Phase]) -> None:
-        """Takes the ring that steps are going to need.
+        """Allocates the ring that steps will need.
 
         Args:
             extents: layout and elements of each extent that streams.
@@ -144,14 +148,14 @@ class Pipeline:
                 self.queues.end()
 
     def note_call(self) -> None:
-        """Notes the beginning of a step, or of a part of one, on the current stream and on the host."""
+        """Records the beginning of a step or a part, on the current stream and on the host."""
         current = torch.cuda.current_stream(self.queues.device)
         self._called = CudaOps(self.queues).record(current, timing=True), time.perf_counter()
 
     def prepare(self, plan: StepPlan, inputs: StepInputs) -> PreparedStep:
-        """Does everything of a step that can fail.
+        """Does all of a step that can fail.
 
-        The caller has begun a run of the queues, which ends behind `enqueue`.
+        The caller has called `DeviceQueues.begin`, and calls `DeviceQueues.end` after `enqueue`.
 
         Args:
             plan: the step's plan.
@@ -170,7 +174,8 @@ class Pipeline:
             arrays = Arrays(address, scalars_of(device_plan.operations, inputs))
         aligned = device_plan.table.fill(inputs.updates, arrays)
         ops = CudaOps(self.queues)
-        if self._computed is not None:  # the table of the previous step may still be read, on another current stream
+        # Kernels of the previous step may still read its table, on another current stream.
+        if self._computed is not None:
             ops.wait(ops.compute, self._computed)
         table, skip_rows = self._upload.send(
             device_plan.table, inputs.skip_rows, ops.compute.cuda_stream, partial(ops.record, ops.compute)
@@ -181,7 +186,7 @@ class Pipeline:
         return PreparedStep(device_plan, launches, inputs.updates.params, inputs.scaler.found_inf)
 
     def _signals(self, scaler: ScalerInputs, skip_rows: Mapping[int, torch.Tensor]) -> dict[int | None, ScalerSignals]:
-        """Signals of each group; under None those of all groups where no step is skipped on the device."""
+        """Signals by group, or for all groups under None if the device skips no steps."""
         if scaler.found_inf is None:
             return {None: ScalerSignals(scaler.grad_scale)}
         return {
@@ -194,10 +199,10 @@ class Pipeline:
 
         Args:
             step: the step, or a part of one.
-            number: of the step, for its report.
+            number: number of the step, for its report.
         """
         self._is_enqueueing = True  # and stays so if this raises
-        # Kernels write through raw addresses; autograd must still notice that saved parameters change.
+        # Kernels write to raw addresses, so autograd is told that the parameters change.
         torch.autograd.graph.increment_version(step.params)
         plan, launch, ops = step.plan, step.launches.launch, CudaOps(self.queues)
         ring = self.queues.ring
@@ -213,7 +218,7 @@ class Pipeline:
         copies_began = ops.record(ops.h2d, timing=True)
         streamed, behind = step.launches.on_compute_stream()
         written_back = stream_chunks(streamed, ring.slots, ops, self.write_backs.before_copies, in_window)
-        ring.rotate(len(streamed))  # the next step, or part of this one, begins with the slot that was free first
+        ring.rotate(len(streamed))  # the next step or part begins with the slot that is free first
         loaded, stored = ops.record(ops.h2d, timing=True), ops.record(ops.d2h, timing=True)
         if plan.in_host_memory:
             launches = [partial(launch, index) for index in plan.in_host_memory]
@@ -245,13 +250,13 @@ class Pipeline:
         self._is_enqueueing = False
 
     def wait(self) -> None:
-        """Drops the window, and waits on the host until all state of this optimizer is written back."""
+        """Drops the window, and waits until all state of this optimizer is written back."""
         self.window.cancel()
         self.queues.settle()
-        if self._is_enqueueing:  # a step failed half-way
+        if self._is_enqueueing:  # a step failed while it was enqueued
             self.skips.recount()
             self._is_enqueueing = False
         if self.write_backs.last is not None:
             self.write_backs.last.synchronize()  # [Note: host readers synchronise]
         if self._computed is not None:
-            self._computed.synchronize()  # resident state is read by the host too, and skips are counted before this
+            self._computed.synchronize()  # covers resident state and the count of skips

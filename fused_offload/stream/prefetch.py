@@ -1,4 +1,4 @@
-"""The window of one device: blocks of state between their prefetch and their write-back."""
+"""The window of one device: blocks of state between prefetch and write-back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from .write_backs import WriteBacks
 
 
 class Window:
-    """Blocks of one optimizer's state that are on one device or on their way there. `pipeline` has the notes.
+    """Blocks of one optimizer's state that are on one device or on their way there.
+
+    The titled notes are in `pipeline.py`.
 
     Attributes:
         blocks: loaded blocks, in the order of their prefetch.
@@ -30,8 +32,8 @@ class Window:
         """Takes no GPU memory yet.
 
         Args:
-            queues: of the device.
-            write_backs: of the optimizer's state on it.
+            queues: queues of the device.
+            write_backs: write-backs of the optimizer's state on the device.
         """
         self.blocks: dict[WindowBlock, LoadedBlock] = {}
         self._queues = queues
@@ -48,7 +50,7 @@ class Window:
         return sum([block.nbytes for block in self.blocks])
 
     def prefetch(self, blocks: Sequence[WindowBlock]) -> None:
-        """Enqueues the copies of blocks that are not on their way yet; ends early where GPU memory does.
+        """Enqueues the copies of blocks that are not loaded yet. Stops when GPU memory runs out.
 
         Args:
             blocks: blocks to load, in order.
@@ -59,7 +61,8 @@ class Window:
         with ENQUEUE_LOCK, torch.cuda.device(self._queues.device):
             self._queues.begin()
             ops = CudaOps(self._queues)
-            ops.wait(ops.h2d, ops.record(ops.compute))  # the time that the device needs to get here is not its own
+            # The measured time begins when the device reaches this point.
+            ops.wait(ops.h2d, ops.record(ops.compute))
             began = ops.record(ops.h2d, timing=True)
             if not self.blocks:
                 self._began, self._ended = began, None
@@ -83,21 +86,21 @@ class Window:
             if not self._warned_small:
                 self._warned_small = True
                 warnings.warn(
-                    "Out of GPU memory while growing the window of optimizer state: what did not fit is streamed in "
-                    "the step, which takes longer. Set a smaller OffloadConfig(window_bytes=...).",
+                    "Out of GPU memory while growing the window of optimizer state: the rest is streamed in the "
+                    "step, which takes longer. Set a smaller OffloadConfig(window_bytes=...).",
                     stacklevel=2,
                 )
             return None
 
     def seconds(self) -> float | None:
-        """Time of the last prefetch from its first to its last copy, once it is known."""
+        """Time from the first to the last copy of the last prefetch that has completed, or None."""
         began, ended = self._began, self._ended
         if began is not None and ended is not None and ended.query():
             self._seconds = began.elapsed_time(ended) / 1e3
         return self._seconds
 
     def take_copies(self) -> tuple[Span, ...]:
-        """Copies of the prefetches since the last step, for its report."""
+        """Removes and returns the prefetches since the last step, for the report of a step."""
         copies = tuple(self._copies)
         self._copies.clear()
         return copies
@@ -116,8 +119,8 @@ class Window:
         """Chunks of a step whose state is in the window.
 
         Args:
-            parts: index of each chunk, its block, and the copies that bring back what it writes.
-            launch: enqueues the kernel of a chunk by its index.
+            parts: index of each chunk, its block, and the copies of its write-back.
+            launch: enqueues the kernel of a chunk, given its index.
             ops: queues of the device.
         """
         chunks = []
@@ -129,15 +132,15 @@ class Window:
         return chunks
 
     def write_back(self, chunks: list[WindowChunk], ops: CudaOps, computed: Event) -> tuple[Span, ...]:
-        """Enqueues the write-back of a step's chunks; each block's memory is dropped behind its own copies.
+        """Enqueues the write-back of a step's chunks, and drops each block's memory behind it.
 
         Args:
-            chunks: chunks whose kernels are enqueued; emptied.
+            chunks: chunks whose kernels are enqueued; the list is emptied.
             ops: queues of the device.
             computed: timing event behind all kernels.
 
         Returns:
-            The copies, if there are any.
+            The span of the copies; empty if there are none.
         """
         pending = Counter([chunk.loaded.block for chunk in chunks])
         for block in self.blocks.keys() - pending.keys():

@@ -1,4 +1,4 @@
-"""Copy streams and ring of a device, and the operations that are enqueued on them."""
+"""Copy streams and ring of a device, and the calls that enqueue copies and events on them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from .copies import Copy
 
 
 class DeviceQueues:
-    """Copy streams and ring of one device, shared by all optimizers of the process, dropped with the last of them.
+    """Copy streams and ring of one device, shared by all optimizers of the process.
+
+    They are freed with the last optimizer.
 
     Attributes:
         device: a CUDA device.
-        ring: the device's staging.
+        ring: the device's staging ring.
         h2d: stream of copies to the device.
         d2h: stream of copies to the host.
     """
@@ -44,27 +46,28 @@ class DeviceQueues:
         self._is_open = False
 
     def begin(self) -> None:
-        """Opens a run of operations; the caller holds `ENQUEUE_LOCK` and calls `end` behind the last of them.
+        """Marks the queues as open; the caller holds `ENQUEUE_LOCK` and calls `end` when done.
 
-        [Note: interrupted runs] An exception leaves the run open. Some operations then have no event that stands for
-        them, so the next run waits for the whole device first, whichever optimizer it belongs to.
+        [Note: interrupted runs] An exception leaves the queues open. Some of the enqueued work then
+        has no event that later readers wait for. So the next caller of `begin`, of any optimizer,
+        waits for the whole device first.
         """
         if self._is_open:
             torch.cuda.synchronize(self.device)
         self._is_open = True
 
     def end(self) -> None:
-        """Closes a run that is enqueued completely."""
+        """Marks the queues as closed: everything is enqueued, with its events."""
         self._is_open = False
 
     def settle(self) -> None:
-        """Waits for operations that an interrupted run left under way."""
+        """Waits for the device if an exception left the queues open."""
         with ENQUEUE_LOCK:
             self.begin()
             self.end()
 
     def require(self, user: Any, need: RingNeed) -> None:
-        """Makes the ring cover a need; see `StagingRing.grow`."""
+        """Grows the ring if a user needs a larger one; see `StagingRing.grow`."""
         if not self.ring.note_need(user, need):
             return
         if self.ring.slots or self.ring.work is not None:
@@ -74,7 +77,7 @@ class DeviceQueues:
         self.h2d.wait_stream(torch.cuda.current_stream(self.device))
 
     def release(self) -> None:
-        """Gives the ring's memory back once no copy and no kernel uses it."""
+        """Waits for the device, then frees the ring's memory."""
         with ENQUEUE_LOCK:
             torch.cuda.synchronize(self.device)  # [Note: lifetime]
             self.ring.release()
@@ -86,15 +89,15 @@ def current_queue(device: torch.device) -> int:
 
 
 class CurrentStreams:
-    """The current stream of each device, to be current again in code that runs under others."""
+    """The current streams of some devices, to be made current again in code that runs elsewhere."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
-        """Remembers the streams of some CUDA devices."""
+        """Remembers the current streams of some CUDA devices."""
         self._streams = [torch.cuda.current_stream(device) for device in devices]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Makes them current."""
+        """Makes the remembered streams current within a ``with`` block."""
         with contextlib.ExitStack() as stack:
             for stream in self._streams:
                 stack.enter_context(torch.cuda.stream(stream))
@@ -105,7 +108,7 @@ class CudaOps:
     """`StreamOps` on a real device; lives for one step."""
 
     def __init__(self, queues: DeviceQueues) -> None:
-        """Takes the caller's current stream as the compute stream."""
+        """Uses the caller's current stream as the compute stream."""
         self.compute = torch.cuda.current_stream(queues.device)
         self.h2d = queues.h2d
         self.d2h = queues.d2h

@@ -1,7 +1,7 @@
 """The order of copies to the device, kernels and copies to the host on their queues.
 
-Queues and events are of any kind, so that the order can be checked without a device. The titled notes are in
-`pipeline.py`.
+Everything goes through `StreamOps`, so that tests check the order without a GPU. The titled notes
+are in `pipeline.py`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Event = Any
 
 
 class StreamOps(Protocol):
-    """Operations of a device: three in-order queues, events between them, copies.
+    """Calls that enqueue work on a device: three in-order queues, events between them, copies.
 
     Attributes:
         compute: the caller's current stream.
-        h2d: copies from slabs to slots.
-        d2h: copies from slots to slabs.
+        h2d: stream of copies from slabs to slots.
+        d2h: stream of copies from slots to slabs.
     """
 
     compute: Any
@@ -31,10 +31,10 @@ class StreamOps(Protocol):
     d2h: Any
 
     def record(self, stream: Any) -> Event:
-        """An event that completes with everything enqueued on ``stream`` so far."""
+        """A new event that completes with everything enqueued on ``stream`` so far."""
 
     def wait(self, stream: Any, event: Event) -> None:
-        """Holds back what is enqueued on ``stream`` from now on until ``event`` completes."""
+        """Makes work that is enqueued on ``stream`` from now on wait for ``event``."""
 
     def copy_to_device(self, slot: Slot, copies: Sequence[Copy]) -> None:
         """Enqueues copies on ``h2d``."""
@@ -44,11 +44,11 @@ class StreamOps(Protocol):
 
 
 class StreamedChunk(NamedTuple):
-    """One chunk, ready to go.
+    """One streamed chunk, ready to be enqueued.
 
     Attributes:
-        transfer: its copies.
-        launch: enqueues its kernel on the compute stream, on the state in a slot of this index.
+        transfer: the chunk's copies.
+        launch: enqueues the chunk's kernel on the compute stream, given the index of its slot.
         before: calls that enqueue other work on the compute stream, before that kernel.
     """
 
@@ -58,13 +58,13 @@ class StreamedChunk(NamedTuple):
 
 
 class LoadedBlock(NamedTuple):
-    """A block of the window on the GPU, or on its way there.
+    """A window block that is on the GPU or on its way there.
 
     Attributes:
-        block: the state.
-        slot: its memory.
-        loaded: event after which it is there.
-        nbytes: bytes that are copied into it.
+        block: the block.
+        slot: the block's GPU memory.
+        loaded: event of its last copy.
+        nbytes: bytes that are copied.
     """
 
     block: WindowBlock
@@ -74,12 +74,12 @@ class LoadedBlock(NamedTuple):
 
 
 class WindowChunk(NamedTuple):
-    """One launch on state in the window, ready to go.
+    """One chunk in the window, ready to be enqueued.
 
     Attributes:
-        loaded: the block that it works on.
-        launch: enqueues its kernel on the compute stream.
-        to_host: copies of the state that it writes.
+        loaded: the block that holds its state.
+        launch: enqueues the chunk's kernel on the compute stream.
+        to_host: copies of the state that the kernel writes.
     """
 
     loaded: LoadedBlock
@@ -91,10 +91,10 @@ def load_block(block: WindowBlock, slot: Slot, ops: StreamOps, written: Event | 
     """Enqueues the prefetch of one block.
 
     Args:
-        block: the state.
-        slot: its memory, allocated on the compute stream.
+        block: the block.
+        slot: memory of the block, allocated on the compute stream.
         ops: queues of the device.
-        written: last write-back of that state, or None.
+        written: event of the block's last write-back, or None.
     """
     ops.wait(ops.h2d, ops.record(ops.compute))  # [Note: window memory]
     if written is not None:
@@ -105,7 +105,7 @@ def load_block(block: WindowBlock, slot: Slot, ops: StreamOps, written: Event | 
 
 
 def launch_window(chunks: Sequence[WindowChunk], ops: StreamOps) -> None:
-    """Enqueues the kernels of some chunks of the window."""
+    """Enqueues the kernels of some chunks in the window."""
     for chunk in chunks:
         ops.wait(ops.compute, chunk.loaded.loaded)
         chunk.launch()
@@ -114,12 +114,15 @@ def launch_window(chunks: Sequence[WindowChunk], ops: StreamOps) -> None:
 def write_back_window(
     chunks: Iterable[WindowChunk], ops: StreamOps, written: Callable[[WindowBlock, Event], None]
 ) -> None:
-    """Enqueues the write-back of chunks of the window, behind everything else: see [Note: window last].
+    """Enqueues the write-back of chunks in the window, behind everything else.
+
+    See [Note: window last].
 
     Args:
         chunks: chunks whose kernels are enqueued.
         ops: queues of the device.
-        written: called with each chunk's block and the event of its write-back, right after it is enqueued.
+        written: called with a chunk's block and the event of its write-back, right after each
+            write-back is enqueued.
     """
     computed = None
     for chunk in chunks:
@@ -137,14 +140,16 @@ def stream_chunks(
     previous: Event | None,
     window: Sequence[WindowChunk] = (),
 ) -> Event | None:
-    """Enqueues prefetch, kernel and write-back of every chunk, and between them the kernels of the window.
+    """Enqueues prefetch, kernel and write-back of every chunk, and the kernels of the window.
+
+    Kernels of the window go between the others, to run while these wait for the link.
 
     Args:
         chunks: chunks in order.
         slots: the ring's slots.
         ops: queues of the device.
-        previous: last write-back of what the chunks read, or None.
-        window: chunks whose state is on the GPU or on its way there. Their kernels run while others wait for the link.
+        previous: last write-back of the state that the chunks read, or None.
+        window: chunks in the window.
 
     Returns:
         Event of the last write-back, or None if there is no chunk.
@@ -176,15 +181,15 @@ def stream_chunks(
 
 
 def launch_in_host_memory(launches: Sequence[Callable[[], None]], ops: StreamOps, previous: Event | None) -> Event:
-    """Enqueues kernels that read and write slabs themselves.
+    """Enqueues zero-copy kernels, which read and write the slabs themselves.
 
     Args:
-        launches: each enqueues one kernel on the compute stream.
+        launches: calls that enqueue one kernel each on the compute stream.
         ops: queues of the device.
-        previous: last write-back of what they read, or None.
+        previous: last write-back of the state that the kernels read, or None.
 
     Returns:
-        Event after which they and every write-back before them are complete.
+        Event after which these kernels and all earlier write-backs are complete.
     """
     if previous is not None:
         ops.wait(ops.compute, previous)  # [Note: next step reads what this one wrote]

@@ -1,4 +1,4 @@
-"""Inputs of one step, as every device's part of it takes them."""
+"""The inputs of one step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fused_offload.rules.base import UpdateRule
 
 
 class ScalerInputs(NamedTuple):
-    """Requests of a gradient scaler for one step.
+    """Signals of a gradient scaler for one step.
 
     Attributes:
         grad_scale: one-element tensor that divides the gradients, or None.
@@ -23,30 +23,30 @@ class ScalerInputs(NamedTuple):
     found_inf: torch.Tensor | None = None
 
     def on(self, device: torch.device) -> ScalerInputs:
-        """The same on a device; does not wait for GPUs unless ``device`` is the CPU."""
+        """The same signals on a device; does not wait for GPUs unless ``device`` is the CPU."""
         if device.type == "cpu":
             return ScalerInputs(*[None if signal is None else signal.cpu() for signal in self])
         return ScalerInputs(*[None if signal is None else signal.to(device, non_blocking=True) for signal in self])
 
     def skipped_on_host(self) -> bool:
-        """True if the host already knows that the step is skipped; never waits for a GPU."""
+        """True if the host knows already that the step is skipped; never waits for a GPU."""
         found_inf = self.found_inf
         return found_inf is not None and found_inf.device.type == "cpu" and bool(found_inf.item())
 
     def grad_scale_on_host(self) -> float | None:
-        """The scale as a number, for parameters on the CPU."""
+        """The scale as a float, for parameters on the CPU."""
         return None if self.grad_scale is None else float(self.grad_scale.item())
 
 
 class StepInputs(NamedTuple):
-    """Everything that a step needs besides its plan.
+    """All that a step needs beside its plan.
 
     Attributes:
-        rule: the arithmetic.
+        rule: the update rule.
         updates: parameters and gradients.
-        values: the rule's values by group.
-        skip_rows: the rule's `UpdateRule.skip_rows` by group.
-        scaler: a gradient scaler's requests.
+        values: `UpdateRule.step_values` by group.
+        skip_rows: `UpdateRule.skip_rows` by group.
+        scaler: a gradient scaler's signals.
     """
 
     rule: UpdateRule
@@ -56,6 +56,6 @@ class StepInputs(NamedTuple):
     scaler: ScalerInputs
 
     def on(self, device: torch.device) -> StepInputs:
-        """The same with all tensors of values and scaler on ``device``."""
+        """The same inputs with the tensors of values and scaler on ``device``."""
         values = {group: self.rule.values_on(values, device) for group, values in self.values.items()}
         return self._replace(values=values, scaler=self.scaler.on(device))

@@ -1,4 +1,4 @@
-"""The step upload: one small copy of the address table and the skip rows to the device."""
+"""The step upload: one small copy of address table and skip rows to the device."""
 
 from __future__ import annotations
 
@@ -13,23 +13,25 @@ from fused_offload.memory.pinned import PinnedSlab
 
 from .address_table import AddressTable
 
-_LEAST_BYTES = 2**18  # on the device: tables of parts grow, and each larger one waits for the device
+_LEAST_BYTES = 2**18  # of memory on the device, which waits for the device whenever it has to grow
 _SLAB_BYTES = 2**20  # page-locking costs the same for all smaller sizes
-_MOST_BYTES = 2**26  # on their way at once; a step in parts has hundreds of small tables
+_MOST_BYTES = 2**26  # of copies on their way; a step in parts has hundreds of small tables
 
 
 class UploadBuffer:
-    """Memory on the device for one table, and page-locked pieces for as many as the host is ahead of the device.
+    """Memory on the device for one table, and page-locked pieces for tables on their way there.
 
-    A piece is written again once its copy is complete. The host does not wait for that but takes a further piece, up to
-    a limit, since a step in parts sends many tables while the device is still busy with the backward pass.
+    A piece is reused once its copy is complete. The host does not wait for that: it takes another
+    piece, up to a limit. A step in parts sends many tables while the device is still busy with the
+    backward pass.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Takes no memory yet."""
         self._device = device
         self._slabs: list[PinnedSlab] = []
-        self._pieces: deque[tuple[torch.Tensor, Any]] = deque()  # with the event behind its copy, oldest first
+        # Pieces, each with the event behind its copy; the oldest first.
+        self._pieces: deque[tuple[torch.Tensor, Any]] = deque()
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._table: AddressTable | None = None  # keeps the id below from being reused
         self._holds: tuple[int, Hashable] = (0, -1)
@@ -46,19 +48,21 @@ class UploadBuffer:
 
         Args:
             table: this step's addresses.
-            skip_rows: per group the rule's `UpdateRule.skip_rows`; of one width.
+            skip_rows: `UpdateRule.skip_rows` by group, of one width.
             stream: raw handle of the current stream.
             record: records an event on it.
 
         Returns:
-            The rows on the device, ``[rows, 6]`` int64, and each group's skip rows, ``[., width]`` float32.
+            The rows on the device, ``[rows, 6]`` int64, and each group's skip rows, ``[., width]``
+            float32.
         """
         if not skip_rows and self._holds == (id(table), table.version):
             return self._rows, {}
         values_by_skips = [row for rows in skip_rows.values() for row in rows]
-        values = torch.tensor(values_by_skips, dtype=torch.float32, device="cpu")  # whatever torch's default device is
+        # On the CPU even where torch's default device is another one.
+        values = torch.tensor(values_by_skips, dtype=torch.float32, device="cpu")
         nbytes = table.nbytes + values.nbytes
-        self._holds = (0, -1)  # until all of it is enqueued
+        self._holds = (0, -1)  # until the copy is enqueued
         if nbytes > self._memory.numel():
             torch.cuda.synchronize(self._device)  # kernels of any stream may still read the table
             size = max(_with_room(nbytes), _LEAST_BYTES)
@@ -82,14 +86,15 @@ class UploadBuffer:
         return rows
 
     def _piece(self, nbytes: int) -> torch.Tensor:
-        """Page-locked memory that no copy reads any more."""
+        """Page-locked memory that no copy is reading."""
         while self._pieces and (self._pieces[0][1] is None or self._pieces[0][1].query() or self._is_far_ahead()):
             piece, copied = self._pieces.popleft()
             if copied is not None:
                 copied.synchronize()
             if piece.numel() >= nbytes:
                 return piece
-            # Too small by now. Its slab stays locked: giving that back would wait for the device.
+            # A piece that is too small is dropped. Its slab stays page-locked: unregistering it
+            # would wait for the device.
         size = _with_room(nbytes)
         slab = PinnedSlab(max(size, _SLAB_BYTES // size * size), pin=True, device=self._device)
         self._slabs.append(slab)
@@ -101,5 +106,5 @@ class UploadBuffer:
 
 
 def _with_room(nbytes: int) -> int:
-    """Bytes to take, so that corrections may come and go."""
+    """Bytes with room for a few more skip rows, rounded up to whole pages."""
     return -(-nbytes * 5 // 4 // 4096) * 4096

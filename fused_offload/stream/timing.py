@@ -8,12 +8,12 @@ _STEPS_KEPT = 8  # more than a training loop runs ahead of its GPU
 
 
 class Span(NamedTuple):
-    """Copies in one direction, one behind the other.
+    """Consecutive copies in one direction.
 
     Attributes:
-        began: timing events, the last of which to happen is when the first copy could start.
+        began: timing events; the first copy can start when all of them have happened.
         ended: timing event behind the last copy.
-        nbytes: of all of them.
+        nbytes: bytes of all copies.
     """
 
     began: tuple[Any, ...]
@@ -21,21 +21,22 @@ class Span(NamedTuple):
     nbytes: int
 
     def ms(self) -> float:
-        """Milliseconds that it took. All its events have happened."""
+        """Milliseconds from the start of the first copy to the end of the last; all have ended."""
         return min(float(event.elapsed_time(self.ended)) for event in self.began)
 
 
 class StepMarks(NamedTuple):
-    """Timing events of one step on one device; they are recorded as the step is enqueued and read much later.
+    """Timing events of one step on one device, recorded with its operations and read much later.
 
     Attributes:
-        began: on the caller's stream, when the step was called.
-        computed: behind its last kernel.
+        began: event on the caller's stream when the step was called.
+        computed: event behind the step's last kernel.
         prefetched: copies into the window.
-        to_device: copies of streamed state.
+        to_device: copies of streamed state to the device.
         to_host: write-backs.
         window_bytes: GPU bytes of the window.
-        host_ms: host time from the call to the last operation, and of the prefetches before it.
+        host_ms: host time from the call to the last enqueued operation, and of the prefetches
+            before the step.
     """
 
     began: Any
@@ -48,32 +49,32 @@ class StepMarks(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """True once the device has completed all of it."""
+        """True once the device has completed the step."""
         return bool(self.computed.query()) and all(span.ended.query() for span in (*self.to_device, *self.to_host))
 
 
 class StepLog:
-    """The last steps of one device, by their number. Never waits for the device."""
+    """The last steps of one device, by step number. Never waits for the device."""
 
     def __init__(self) -> None:
-        """No step yet."""
+        """Starts empty."""
         self._steps: dict[int, list[StepMarks]] = {}
 
     def add(self, number: int, marks: StepMarks) -> None:
-        """Takes down a step, or a part of one, that was just enqueued.
+        """Adds a step, or a part of one, that was just enqueued.
 
         Args:
-            number: of the step; parts of one step have the same, later steps greater ones.
-            marks: its events.
+            number: number of the step; the same for all its parts, greater for later steps.
+            marks: events of the step or part.
         """
         self._steps.setdefault(number, []).append(marks)
         if len(self._steps) > _STEPS_KEPT:
             del self._steps[min(self._steps)]
 
     def numbers(self) -> set[int]:
-        """Steps that are known."""
+        """Numbers of the steps in the log."""
         return set(self._steps)
 
     def parts(self, number: int) -> list[StepMarks]:
-        """A step, in the order of its parts; empty if this device had no part in it."""
+        """The parts of a step, in order; empty if this device took no part in the step."""
         return self._steps.get(number, [])

@@ -1,4 +1,4 @@
-"""Events after which state in host memory is complete."""
+"""The events after which state in host memory is complete."""
 
 from __future__ import annotations
 
@@ -7,33 +7,33 @@ from typing import Any
 
 
 class WriteBacks:
-    """Write-backs of one optimizer's state on one device, as the events that later reads wait for.
+    """Events of the write-backs of one optimizer's state on one device; later reads wait for them.
 
-    Relies on write-backs completing in the order they are enqueued.
+    Write-backs complete in the order in which they are enqueued.
 
     Attributes:
-        last: event of the latest write-back, or None. It stands for all earlier ones.
+        last: event of the latest write-back, which covers all earlier ones, or None.
         before_copies: event to wait for before the step's streamed state is copied, or None.
     """
 
     def __init__(self) -> None:
-        """Nothing was written yet."""
+        """Starts without write-backs."""
         self.last: Any = None
         self.before_copies: Any = None
-        self._streamed: Any = None  # of everything that has no event of its own
+        self._streamed: Any = None  # event of all state that has none of its own
         self._of_block: dict[Hashable, Any] = {}
         self._some_block_was_written = False
 
     def begin_step(self) -> None:
-        """Fixes the write-backs that reads of this step wait for: its parts share no state."""
+        """Sets the event that this step's reads wait for. Its parts share no state."""
         self.before_copies = self.last
 
     @property
     def before_kernels(self) -> Any:
-        """Event to wait for before kernels of the step work on host memory, or None.
+        """Event to wait for before the step's zero-copy kernels, or None.
 
-        Only the window writes there by copies: an extent's transport does not change from step to step. Without a
-        window kernels are not held up by write-backs of other extents.
+        An extent's transport does not change, so only window blocks are copied to the memory of
+        these kernels. Without them, the kernels need not wait for write-backs of other extents.
         """
         return self.before_copies if self._some_block_was_written else None
 
@@ -42,17 +42,17 @@ class WriteBacks:
         return self._of_block.get(block, self._streamed)
 
     def note_streamed(self, event: Any, window: Collection[Hashable]) -> None:
-        """Takes down the last write-back of a step's streamed chunks.
+        """Notes the last write-back of a step's streamed chunks.
 
         Args:
-            event: the event.
-            window: blocks of the step's window, which are written back behind it.
+            event: event of that write-back.
+            window: blocks of the step's window, which are written back later.
         """
-        # Behind all write-backs of earlier steps, so it stands for those of blocks that are not in the window.
+        # The event is behind all write-backs of earlier steps, so it covers all other blocks.
         self._of_block = {block: event for block, event in self._of_block.items() if block in window}
         self._streamed = self.last = event
 
     def note_block(self, block: Hashable, event: Any) -> None:
-        """Takes down the write-back of a block."""
+        """Notes the write-back of a window block."""
         self._of_block[block] = self.last = event
         self._some_block_was_written = True
