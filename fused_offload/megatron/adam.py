@@ -41,10 +41,10 @@ class MegatronAdam(FusedOffloadAdam):
         **kwargs: as for `FusedOffloadAdam`.
 
     Attributes:
-        place: name of the class whose place this one takes.
-        sub_optimizers: always empty; verl and ms-swift move the state of its members.
+        place: name of the class that this one replaces.
+        sub_optimizers: always empty. verl and ms-swift move the state of its members.
         inner_param_to_orig_param: always empty, for the same callers.
-        gpu_params_map_cpu_copy: always empty; Megatron-Bridge and NeMo-RL refresh its copies after
+        gpu_params_map_cpu_copy: always empty. Megatron-Bridge and NeMo-RL refresh its copies after
             a load.
         master_owner: name of the library that keeps the master weights on the GPU in every mode, or
             None.
@@ -61,17 +61,17 @@ class MegatronAdam(FusedOffloadAdam):
         self._only_groups: bool | None = None
 
     def _check_given(self, params: list[torch.Tensor]) -> None:
-        # Megatron builds the optimizer with the model's parameters. Later it replaces quantised
-        # ones by its own masters, which `check_groups` checks.
+        # Megatron builds the optimizer with the model's parameters. It replaces quantised ones by
+        # its own masters later, which `check_groups` checks.
         known = [param for param in params if not isinstance(param, torch.Tensor) or has_own_memory(local_of(param))]
         super()._check_given(known)
 
     def check_groups(self) -> None:
-        """Refuses parameters that cannot be updated, after Megatron has put in its masters.
+        """Refuses parameters that cannot be updated; called when Megatron has put in its masters.
 
         Raises:
-            TypeError: names the first bad parameter.
-            RuntimeError: for parameters on a device where they cannot be updated.
+            TypeError: for a parameter of a wrong type.
+            RuntimeError: for a parameter on a device where it cannot be updated.
         """
         for index, group in enumerate(self.param_groups):
             check_params(group["params"], f"parameter group {index}")
@@ -79,7 +79,7 @@ class MegatronAdam(FusedOffloadAdam):
     # -- names that others call --------------------------------------------------------------------
 
     def dummy_step(self) -> None:
-        """Makes the state of every parameter. Changes no parameter, no value and no step count."""
+        """Creates the state of every parameter. Changes no parameter, value or step count."""
         if self._closed:
             self._check_usable()
         for param in self._params_with_state():
@@ -92,19 +92,19 @@ class MegatronAdam(FusedOffloadAdam):
         self._store.rehome()
 
     def _move_new_state_to_right_device(self) -> None:
-        """Name that verl, ms-swift and SkyRL call after a load."""
+        """Name by which verl, ms-swift and SkyRL call `move_new_state_to_right_device`."""
         self.move_new_state_to_right_device()
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
-        """Name that Megatron calls after a load in the place of HybridDeviceOptimizer."""
+        """Name by which Megatron calls `move_new_state_to_right_device` after a load."""
         self.move_new_state_to_right_device()
 
     def update_fp32_param_by_new_param(self) -> None:
-        """Name that Megatron, Megatron-Bridge and NeMo-RL call after loading weights."""
+        """Name by which Megatron, Megatron-Bridge and NeMo-RL call `reload_model_params`."""
         self.reload_model_params()
 
     def planned_bytes(self) -> int:
-        """Bytes of state of all parameters of this rank, on the host and on the GPU."""
+        """Bytes of this rank's state on host and GPU, once all parameters have state."""
         formats_of = self._formats()
         return sum(
             format.stored_bytes(align(local_of(param).numel()))
@@ -117,7 +117,7 @@ class MegatronAdam(FusedOffloadAdam):
         return self._formats()(param)["master_param"].needs_param
 
     def planned_formats(self) -> dict[str, str]:
-        """Stored formats of each state key, over all parameters of this rank."""
+        """Names of the formats of each state key, over all parameters of this rank."""
         found: dict[str, set[str]] = {}
         formats_of = self._formats()
         for param in self._all_params():
@@ -134,7 +134,7 @@ class MegatronAdam(FusedOffloadAdam):
 
     @property
     def failure(self) -> str | None:
-        """Error of a step or load that failed half-way, or None.
+        """Error of a step or load that failed after its first change, or None.
 
         Steps and saves are refused until a load succeeds.
         """
@@ -146,7 +146,7 @@ class MegatronAdam(FusedOffloadAdam):
 
     @contextlib.contextmanager
     def failure_set_aside(self) -> Iterator[None]:
-        """Allows state dicts within the context after a failure: loading needs one to load into."""
+        """Context that allows state dicts after a failure: a load needs one to load into."""
         failure, self.failure = self.failure, None
         try:
             yield
@@ -164,11 +164,11 @@ class MegatronAdam(FusedOffloadAdam):
 
     @contextlib.contextmanager
     def only_groups(self, *, step_per_param: bool) -> Iterator[None]:
-        """Within the context, state dicts carry groups alone.
+        """Context in which state dicts contain the groups alone.
 
         DistributedOptimizer saves and loads tensors itself, parameter by parameter, and uses state
-        dicts of its inner optimizer only for the groups. Packing tensors for them would expand
-        compact formats for nothing. Loading such tensors back would replace the masters.
+        dicts of its inner optimizer only for the groups. Tensors in them would be expanded to
+        float32 for nothing, and would replace the masters when they are loaded.
 
         Args:
             step_per_param: whether the caller reads the step from the state of each parameter, as

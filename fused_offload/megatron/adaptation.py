@@ -21,9 +21,9 @@ def adapt(optimizer: Any, api: MegatronApi) -> None:
     """Gives one Megatron optimizer the checkpoints and the lifecycle of its FusedOffloadAdam, once.
 
     Args:
-        optimizer: returned by Megatron's factory. Left alone unless it is a MegatronOptimizer with
-            a `MegatronAdam` inside, or one without parameters.
-        api: the Megatron-Core that built it.
+        optimizer: result of Megatron's factory. It is left alone unless it is a MegatronOptimizer
+            with a `MegatronAdam` inside, or one without parameters.
+        api: the Megatron-Core that built the optimizer.
     """
     inner = getattr(optimizer, "optimizer", None)
     without_params = inner is None and getattr(optimizer, "is_stub_optimizer", False)

@@ -18,10 +18,10 @@ def call_after_import(name: str, function: Callable[[], None]) -> None:
 
 
 class _AfterImport:
-    """Finder that wraps the loader of one module, found by the finders behind it.
+    """Finder that wraps the loader of one module; later finders in ``sys.meta_path`` find it.
 
-    It stays until the module was executed: a search alone (``importlib.util.find_spec``) may come
-    before the import, and an import may fail.
+    The finder stays there until the module has been executed: the module may be looked up without
+    an import (``importlib.util.find_spec``), and an import may fail.
     """
 
     def __init__(self, name: str, function: Callable[[], None]) -> None:

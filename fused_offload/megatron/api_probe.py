@@ -1,4 +1,4 @@
-"""Looks up the parts of Megatron-Core that are replaced or called; detects unknown releases."""
+"""Looks up the parts of Megatron-Core that are replaced or called, and detects unknown releases."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class UnknownApiError(RuntimeError):
 
 
 class MegatronApi(NamedTuple):
-    """The parts of one Megatron-Core.
+    """The parts of the installed Megatron-Core that are replaced or called.
 
     Attributes:
         package: ``megatron.core.optimizer``, the module that chooses and builds optimizers.
-        distrib: the module of ``DistributedOptimizer``.
+        distrib: the module that defines ``DistributedOptimizer``.
         config: the class ``OptimizerConfig``.
         version: release, for messages.
     """
@@ -62,7 +62,7 @@ class MegatronApi(NamedTuple):
 
     @property
     def hybrid_holders(self) -> list[ModuleType]:
-        """Modules with a global ``HybridDeviceOptimizer``; callers look it up in any of them."""
+        """Modules with a global ``HybridDeviceOptimizer``; Megatron uses all of them."""
         return [importlib.import_module(name) for name, names in _NEEDED.items() if _HYBRID in names]
 
     @property
@@ -77,7 +77,7 @@ class MegatronApi(NamedTuple):
 
 
 def _version() -> str:
-    # `megatron.core` itself may still be half imported when its optimizers are patched.
+    # Not read from `megatron.core`, whose import may not be complete when this is called.
     try:
         return str(importlib.import_module("megatron.core.package_info").__version__)
     except (ModuleNotFoundError, AttributeError):
@@ -89,7 +89,7 @@ def find_api() -> MegatronApi:
 
     Raises:
         ImportError: if a module of Megatron-Core exists but fails to import.
-        UnknownApiError: if a needed part has another name or module there.
+        UnknownApiError: if a needed part is missing, or has another name or module.
     """
     version = _version()
     missing = []

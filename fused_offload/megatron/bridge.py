@@ -1,8 +1,10 @@
 """FusedOffloadAdam for Megatron-Bridge: a configuration that builds its own optimizer.
 
-from fused_offload.megatron.bridge import FusedOffloadOptimizerConfig
+::
 
-cfg.optimizer = FusedOffloadOptimizerConfig.from_config(cfg.optimizer)
+    from fused_offload.megatron.bridge import FusedOffloadOptimizerConfig
+
+    cfg.optimizer = FusedOffloadOptimizerConfig.from_config(cfg.optimizer)
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
         offload_chunk_bytes: see ``chunk_bytes`` of `OffloadConfig`.
         offload_depth: see ``depth`` of `OffloadConfig`.
         offload_transport: see ``transport`` of `OffloadConfig`.
-        offload_window_bytes: see ``window_bytes`` of `OffloadConfig`: bytes, or ``"auto"``. None
-            reads FUSED_OFFLOAD_WINDOW_BYTES.
+        offload_window_bytes: see ``window_bytes`` of `OffloadConfig`. None takes the value of
+            FUSED_OFFLOAD_WINDOW_BYTES.
         offload_numerics: see ``numerics`` of `install`.
         offload_stochastic_rounding: see ``stochastic_rounding`` of `install`.
     """
@@ -72,7 +74,7 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
                 choice.
         """
         result = cls()
-        for name, value in vars(config).items():  # recipes also set attributes that are no fields
+        for name, value in vars(config).items():  # recipes also set attributes beside the fields
             setattr(result, name, value)
         result.optimizer_cpu_offload = True
         result.optimizer_offload_fraction = fraction
@@ -100,9 +102,9 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
 
         Args:
             model_chunks: as for Megatron's ``get_megatron_optimizer``.
-            config_overrides: as there.
-            use_gloo_process_groups: as there.
-            pg_collection: as there.
+            config_overrides: as for Megatron's ``get_megatron_optimizer``.
+            use_gloo_process_groups: as for Megatron's ``get_megatron_optimizer``.
+            pg_collection: as for Megatron's ``get_megatron_optimizer``.
         """
         from megatron.core.optimizer import get_megatron_optimizer
 
@@ -116,8 +118,8 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
         )
 
     def _install(self) -> None:
-        # For good, not only while the optimizer is built: after a load Bridge checks that the inner
-        # optimizer is an instance of the class that is HybridDeviceOptimizer at that time.
+        # Permanently, not only while the optimizer is built: after a load Bridge checks that the
+        # inner optimizer is an instance of what is then called HybridDeviceOptimizer.
         if self.optimizer != "adam":
             raise ValueError(
                 f"FusedOffloadOptimizerConfig builds Adam, but its optimizer is {self.optimizer!r}. Set it to 'adam', "

@@ -1,4 +1,4 @@
-"""Padding at the ends of the buckets in gathered buffers of a DistributedOptimizer."""
+"""Padding at the ends of buckets, in buffers that a DistributedOptimizer has gathered."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 
 def slices_unpadded_buffers(sharded_param_state: Callable[..., Any]) -> bool:
-    """True if this release slices gathered buffers at the offsets of padded ones.
+    """True if this release slices gathered buffers at the offsets of padded buffers.
 
-    Gathered buffers have no padding at the ends of their buckets. Releases up to 0.19 ignore that
-    and save the wrong elements after the first padded bucket. Later releases use the size of every
-    bucket.
+    Gathered buffers have no padding at the ends of their buckets. Releases up to 0.19 take their
+    slices as if they had, and so save the wrong elements after the first padded bucket. Later
+    releases take the size of every bucket into account.
 
     Args:
         sharded_param_state: ``DistributedOptimizer.sharded_param_state_fully_reshardable``.

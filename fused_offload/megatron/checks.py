@@ -1,4 +1,4 @@
-"""Checks of Megatron's configuration and model: errors if unsupported, warnings if risky."""
+"""Checks of Megatron's configuration and model: errors for the unsupported, warnings for risks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def check_config(config: Any) -> None:
 
     Args:
         config: Megatron's OptimizerConfig, after its own ``__post_init__``, for which a
-            FusedOffloadAdam is going to be built.
+            FusedOffloadAdam will be built.
 
     Raises:
-        ValueError: names the field and what to change.
-        RuntimeError: for stored dtypes that are not supported.
+        ValueError: for an unsupported field; the message says what to change.
+        RuntimeError: for unsupported stored dtypes.
     """
     fraction = config.optimizer_offload_fraction
     if config.optimizer_cpu_offload and (isinstance(fraction, bool) or not 0.0 <= fraction <= 1.0):
@@ -62,7 +62,7 @@ def check_model(config: Any, model_chunks: Sequence[Any]) -> None:
         model_chunks: the wrapped model.
 
     Raises:
-        ValueError: names the cause and what to change.
+        ValueError: for an unsupported model or setting; the message says what to change.
     """
     for chunk in model_chunks:
         if type(chunk).__name__ == "FullyShardedDataParallelV2":
@@ -112,19 +112,19 @@ def _check_fsdp(config: Any, ddp_config: Any) -> None:
 
 
 def warn_if_copies_drift(config: Any, model_chunks: Sequence[Any], *, stochastic_rounding: bool) -> None:
-    """Warns where a weight has copies on several pipeline stages that are not rounded alike.
+    """Warns if copies of a weight on several pipeline stages will be rounded differently.
 
     Args:
         config: Megatron's OptimizerConfig.
         model_chunks: the wrapped model.
-        stochastic_rounding: whether bfloat16 moments are rounded stochastically.
+        stochastic_rounding: True if bfloat16 moments are rounded stochastically.
     """
     if not config.use_precision_aware_optimizer:
         return
     moments = moment_formats(config.exp_avg_dtype, config.exp_avg_sq_dtype, stochastic_rounding=stochastic_rounding)
     formats = {f"{key}_dtype": format for key, format in moments.items()}
     formats["main_params_dtype"] = MASTER_FORMATS[config.main_params_dtype]
-    by_place = [
+    place_dependent = [
         f"{name} {str(format.dtype).removeprefix('torch.')}"
         for name, format in formats.items()
         if format.scaled or format.stochastic
@@ -132,19 +132,18 @@ def warn_if_copies_drift(config: Any, model_chunks: Sequence[Any], *, stochastic
     has_copies = any(
         getattr(param, "shared_embedding", False) for chunk in model_chunks for param in chunk.parameters()
     )
-    if by_place and has_copies:
+    if place_dependent and has_copies:
         warnings.warn(
-            f"With {', '.join(by_place)}, rounding depends on where a weight lies in its rank's shard, and the "
-            "embedding and the output layer, which share their weights, lie on two pipeline stages: their copies drift "
-            "apart. "
-            "Untie them (--untie-embeddings-and-output-weights), or store moments in bf16 without stochastic rounding "
-            "or in fp32.",
+            f"With {', '.join(place_dependent)}, rounding depends on where a weight lies in its rank's shard. The "
+            "embedding and the output layer share their weights but lie on two pipeline stages, so their copies drift "
+            "apart. Untie them (--untie-embeddings-and-output-weights), or store moments in bf16 without stochastic "
+            "rounding or in fp32.",
             stacklevel=2,
         )
 
 
 def warn_if_nothing_moves(config: Any) -> None:
-    """Warns where the flags offload nothing."""
+    """Warns if the flags offload nothing."""
     if takes_hybrid_place(config) and config.optimizer_offload_fraction == 0:
         warnings.warn(
             "optimizer_offload_fraction is 0: FusedOffloadAdam keeps all optimizer state on the GPU. Set "

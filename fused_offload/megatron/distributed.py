@@ -23,16 +23,16 @@ from .shards import Shards
 class DistributedHooks:
     """Replaces methods of one DistributedOptimizer.
 
-    `read_values` and `write_values` convert the state of every checkpoint format. A load puts
-    nothing but parameters on the GPU.
+    All checkpoint formats go through `read_values` and `write_values`. A load puts only parameters
+    on the GPU.
     """
 
     def __init__(self, distributed: Any, api: MegatronApi) -> None:
         """Binds the methods.
 
         Args:
-            distributed: a DistributedOptimizer whose inner optimizer is a `MegatronAdam`, fresh
-                from its constructor.
+            distributed: a DistributedOptimizer that was just built, whose inner optimizer is a
+                `MegatronAdam`.
             api: the Megatron-Core that built it.
         """
         self._distributed = distributed
@@ -67,8 +67,8 @@ class DistributedHooks:
         """Updates masters from loaded model weights; moments and step counts stay.
 
         Args:
-            state_dict: a model's state dict with fp32 values for the masters, or None to take the
-                parameters.
+            state_dict: a model's state dict with fp32 values for the masters; None takes the values
+                of the parameters.
         """
         self.shards.follow_model_params()
         if state_dict is not None:
@@ -99,15 +99,15 @@ class DistributedHooks:
 
     @contextlib.contextmanager
     def _all_or_nothing(self, given: Any) -> Iterator[None]:
-        """Collects and checks loaded state within the context, and stores it at the end.
+        """Context that collects and checks loaded state, and stores it at the end.
 
         Args:
-            given: the loaded state dict. Its tensors may be the live state, filled by the reader of
-                the checkpoint.
+            given: the loaded state dict. Its tensors may be the live state, which the reader of the
+                checkpoint has filled.
 
         Raises:
-            ValueError: in place of Megatron's errors for a state dict that does not fit; nothing is
-                changed then.
+            ValueError: in the place of Megatron's errors for a state dict that does not fit.
+                Nothing is changed then.
         """
         if self._loaded is not None:  # within another load
             yield
@@ -130,7 +130,7 @@ class DistributedHooks:
             raise
         finally:
             self._loaded, self._masters_are_remainders = None, False
-        if not loaded and len(self.shards):  # groups alone
+        if not loaded and len(self.shards):  # the state dict has groups only
             return
         try:
             for param, tensors in loaded:
@@ -141,15 +141,15 @@ class DistributedHooks:
         inner.failure = None
 
     def state_dict(self) -> Any:
-        """Groups and grad scaler, as in Megatron's own state dict."""
+        """Groups and gradient scaler, as in Megatron's own state dict."""
         with self.inner.only_groups(step_per_param=not self._api.distrib.HAVE_APEX_OR_TE):
             return self._stock["state_dict"]()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads groups, grad scaler and, if the state dict has it, the parameters' state.
+        """Loads groups, gradient scaler and, if the state dict has it, the parameters' state.
 
-        Nothing is changed when it raises. If the reader of the checkpoint has filled state in place
-        by then, steps are refused until a load succeeds.
+        Nothing is changed when it raises. If the reader of the checkpoint has already filled live
+        state, steps are refused until a load succeeds.
 
         Raises:
             ValueError: for a state dict that does not belong to this optimizer, or that holds
@@ -157,13 +157,15 @@ class DistributedHooks:
             TypeError: for values that cannot be stored.
         """
         self.shards.follow_model_params()
-        self.inner.dummy_step()  # without state, Megatron would make all of it on the GPU
+        self.inner.dummy_step()  # Megatron would create missing state on the GPU
         step_per_param = not self._api.distrib.HAVE_APEX_OR_TE
         with self._all_or_nothing(state_dict), self.inner.only_groups(step_per_param=step_per_param):
             self._masters_are_remainders = holds_remainders(self._distributed, self.shards, state_dict)
             groups = [dict(group) for group in state_dict["optimizer"]["param_groups"]]
-            if step_per_param:  # Megatron then reads the step of every group; before the first step
-                groups = [{"step": 0, **group} for group in groups]  # TransformerEngine's groups have none
+            if step_per_param:
+                # Megatron then reads every group's step. Groups of TransformerEngine's FusedAdam
+                # have none before their first step.
+                groups = [{"step": 0, **group} for group in groups]
             for index, group in enumerate(groups):
                 checked_step(group.get("step", 0), f" in group {index}")
             state_dict = {**state_dict, "optimizer": {**state_dict["optimizer"], "param_groups": groups}}
@@ -173,9 +175,9 @@ class DistributedHooks:
         """Loads the parameters' state in the legacy format.
 
         Raises:
-            ValueError: on all ranks, before anything is changed. For remainders in place of
-                masters, for the format before 2024, which has no masters, and for state that does
-                not fit.
+            ValueError: for remainders in the place of masters, for the format before 2024, which
+                has no masters, and for state that does not fit. All ranks raise it, before anything
+                is changed.
         """
         if self.inner.master_weights and update_legacy_format:
             raise ValueError(
@@ -189,7 +191,7 @@ class DistributedHooks:
             self._stock["load_parameter_state_from_dp_zero"](state_dict, update_legacy_format=update_legacy_format)
 
     def sharded_param_state_fully_reshardable(self, *args: Any, **kwargs: Any) -> Any:
-        """State as in Megatron's own method, also right with several padded buckets in a buffer."""
+        """As Megatron's own method, but correct with several padded buckets in a buffer, too."""
         self._gathers_for_slicing = slices_unpadded_buffers(self._stock["sharded_param_state_fully_reshardable"])
         try:
             return self._stock["sharded_param_state_fully_reshardable"](*args, **kwargs)
@@ -197,7 +199,7 @@ class DistributedHooks:
             self._gathers_for_slicing = False
 
     def get_parameter_state_dp_zero(self, *args: Any, **kwargs: Any) -> Any:
-        """The state of all ranks, gathered."""
+        """As Megatron's own method; with bucket padding where the caller relies on it."""
         state = self._stock["get_parameter_state_dp_zero"](*args, **kwargs)
         if self._gathers_for_slicing and state is not None:
             insert_bucket_padding(state, self._distributed.buffers)

@@ -1,8 +1,8 @@
 """Megatron-FSDP, version 1: a DistributedOptimizer over its shards, with moments in host memory.
 
-Megatron-FSDP owns the master weights. The optimizer's parameters are its fp32 shards, and
-Megatron-FSDP makes the model's parameters from them after each step. So the optimizer keeps moments
-alone, and checkpoints save and load them in host memory.
+Megatron-FSDP owns the master weights: its fp32 shards are the optimizer's parameters. After each
+step it makes the model's parameters from them. So the optimizer keeps moments only. Checkpoints
+save and load them in host memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def take_flags(inner: MegatronAdam, config: Any) -> None:
     """Sets flags that Megatron itself sets too late, and only with TransformerEngine.
 
     Args:
-        inner: the inner optimizer, as it was built.
+        inner: the inner optimizer; updated.
         config: Megatron's OptimizerConfig.
     """
     inner.master_weights, inner.master_owner = False, "Megatron-FSDP"
@@ -42,7 +42,7 @@ def take_flags(inner: MegatronAdam, config: Any) -> None:
 
 
 class FsdpHooks:
-    """Replaces methods of one DistributedOptimizer whose parameters are Megatron-FSDP's."""
+    """Replaces methods of one DistributedOptimizer that updates shards of Megatron-FSDP."""
 
     def __init__(self, distributed: Any) -> None:
         """Binds the methods.
@@ -51,11 +51,11 @@ class FsdpHooks:
             distributed: a DistributedOptimizer whose inner optimizer is a `MegatronAdam`.
 
         Raises:
-            RuntimeError: for a Megatron-Core whose Megatron-FSDP saves in another way.
+            RuntimeError: if this release of Megatron-Core lacks one of the methods or functions.
         """
         self._distributed = distributed
         leave_state_on_host()
-        # Megatron-Bridge and NeMo-RL copy from one list to the other after every load.
+        # Megatron-Bridge and NeMo-RL copy tensors between these lists after every load.
         distributed.model_float16_groups, distributed.shard_fp32_from_float16_groups = [], []
         distributed.reload_model_params = self.reload_model_params
         for name in ("sharded_param_state_fsdp_dtensor", "_init_optimizer_states_with_dummy_values"):
@@ -76,7 +76,7 @@ class FsdpHooks:
         """
 
     def _init_optimizer_states_with_dummy_values(self) -> None:
-        """Makes state and step counts to load into. Decays no weight and reads no gradient."""
+        """Creates state and step counts to load into. Changes no parameter."""
         self.inner.dummy_step()
         for group in self.inner.param_groups:
             group.setdefault("step", 0)
@@ -85,13 +85,12 @@ class FsdpHooks:
         """State and settings by parameter name, in the order of the groups, equal on all ranks.
 
         Args:
-            is_loading: not used. Missing state is made in either case, so that a checkpoint is
-                complete.
+            is_loading: not used. Missing state is always created, so that a checkpoint is complete.
 
         Returns:
-            Dictionaries as Megatron's own. Moments are DTensors over their storage, for a reader to
-            fill in, or new ones where the stored format has scales. ``step`` also stands beside
-            each parameter's state, as in torch's optimizers.
+            Dictionaries like those of Megatron's own method. Moments are DTensors over their
+            storage, for a reader to fill in, or new ones if the stored format has scales. Each
+            parameter's state also has a ``step``, as in torch's optimizers.
         """
         self._init_optimizer_states_with_dummy_values()
         packed = self.inner.packed_with_steps()
@@ -111,10 +110,10 @@ class FsdpHooks:
 
 
 def _chunk_of(param: Any) -> Any:
-    """This rank's chunk of a parameter, or None where the chunk depends on the other ranks.
+    """This rank's chunk of a parameter, or None if the chunk depends on the other ranks.
 
-    Megatron-FSDP notes the elements of the flat parameter that each shard holds. They determine the
-    chunk where nothing else divides the parameter.
+    Megatron-FSDP notes which elements of the flat parameter each shard has. They determine the
+    chunk if nothing else divides the parameter.
     """
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.tensor import Shard
@@ -137,16 +136,18 @@ def _chunk_of(param: Any) -> Any:
 
 
 def leave_state_on_host() -> None:
-    """Makes Megatron-FSDP's checkpoints use state in host memory; once, for good.
+    """Replaces functions of Megatron-FSDP, so that its checkpoints use state in host memory.
+
+    Further calls do nothing, and the functions stay replaced.
 
     Gated MLPs, gated delta nets and fused projections of latent attention are saved in parts. Each
     part becomes a DTensor, which torch puts on the device of the mesh. A load would then fill in a
     copy on the GPU, and the moments in host memory would keep their old values.
 
-    The chunk of a rank is taken from its parameter where possible, without asking all ranks.
+    A rank's chunk is computed from its parameter where possible, without communication.
 
     Raises:
-        RuntimeError: for a Megatron-Core without these functions.
+        RuntimeError: if this release of Megatron-Core lacks one of the functions.
     """
     for module_name, name, wrapped in (
         (_SPLITS, "make_fsdp_dtensor", _wrapped_make),
@@ -156,7 +157,7 @@ def leave_state_on_host() -> None:
         try:
             module = importlib.import_module(module_name)
             if name == "split_dtensor" and not hasattr(module, name):
-                continue  # releases up to 0.18 split with the other function alone
+                continue  # releases up to 0.18 split with make_fsdp_dtensor only
             function = getattr(module, name)
         except (ImportError, AttributeError):
             raise RuntimeError(_unknown(f"{module_name}.{name}")) from None
@@ -197,8 +198,8 @@ def _wrapped_split(split: Callable[..., Iterator[Any]]) -> Callable[..., Iterato
 def _over(made: Any, local: torch.Tensor) -> Any:
     """A DTensor over ``local`` if ``made`` is a copy of it on the GPU, else ``made``.
 
-    The copy has to be made nevertheless: other ranks may have this state on their GPUs, and all
-    ranks take part in the checks against each other that Megatron makes with it.
+    The copy cannot be avoided: other ranks may keep this state on their GPUs, and all ranks take
+    part in the checks among ranks that Megatron makes with it.
     """
     moved = made._local_tensor
     if local.device.type != "cpu" or moved.untyped_storage().data_ptr() == local.untyped_storage().data_ptr():

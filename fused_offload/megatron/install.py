@@ -1,4 +1,4 @@
-"""Installs FusedOffloadAdam into Megatron-Core, and removes it again."""
+"""The public calls that install FusedOffloadAdam into Megatron-Core and remove it again."""
 
 from __future__ import annotations
 
@@ -36,25 +36,24 @@ def install(
       TransformerEngine.
     - The place of TransformerEngine's FusedAdam, where TransformerEngine is installed.
 
-    Without those flags and without TransformerEngine nothing changes. May be called before Megatron
-    is imported, and again: the last call's arguments count.
+    Without those flags and without TransformerEngine nothing changes. The call may come before
+    Megatron is imported. It may be repeated; the arguments of the last call count.
 
     Args:
-        offload: chunks, depth, window and pinning. Its fraction counts in the place of FusedAdam;
+        offload: chunks, depth, window and pinning. Its fraction is used in the place of FusedAdam;
             in that of HybridDeviceOptimizer the fraction is ``optimizer_offload_fraction``. The
-            default is an `OffloadConfig` with the window of FUSED_OFFLOAD_WINDOW_BYTES, or without
-            a window where that is not set.
+            default is an `OffloadConfig` whose window is the value of FUSED_OFFLOAD_WINDOW_BYTES,
+            or which has no window if that is not set.
         numerics: ``"ieee"`` or ``"te"``. The default depends on the place: ``"te"`` for FusedAdam,
             else ``"ieee"``.
         stochastic_rounding: as for `FusedOffloadAdam`, for moments in bfloat16. The default is the
-            value of FUSED_OFFLOAD_STOCHASTIC_ROUNDING, and False where that is not set.
+            value of FUSED_OFFLOAD_STOCHASTIC_ROUNDING, or False if that is not set.
         log_interval: steps between two reports on the first rank (see ``last_step_report``). The
-            default is the value of FUSED_OFFLOAD_LOG_INTERVAL, and no reports where that is not
-            set.
+            default is the value of FUSED_OFFLOAD_LOG_INTERVAL, or no reports if that is not set.
 
     Raises:
-        TypeError: if ``offload`` is no OffloadConfig, or ``stochastic_rounding`` no bool.
-        ValueError: for unknown numerics, a bad ``log_interval``, and bad values of the variables.
+        TypeError: if ``offload`` is not an OffloadConfig, or ``stochastic_rounding`` not a bool.
+        ValueError: for unknown numerics, a bad ``log_interval``, or bad values of the variables.
         ModuleNotFoundError: if Megatron-Core is not installed.
     """
     global _installation
@@ -85,7 +84,7 @@ def _fill_pending() -> None:
 
 
 def uninstall() -> None:
-    """Restores Megatron's own classes. Optimizers that were built stay as they are."""
+    """Restores Megatron's own classes. Optimizers that exist already stay as they are."""
     global _installation
     if _installation is not None:
         _installation.undo()

@@ -1,4 +1,4 @@
-"""Checks of checkpoints in Megatron's legacy format, which the first rank reads and scatters."""
+"""Checks of checkpoints in Megatron's legacy format, which one rank reads and scatters."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .remainders import REFUSED_REMAINDERS, are_remainders
 
 
 def check_on_first_rank(distributed: Any, state_dict: Any) -> None:
-    """Checks on the first rank, the only one that has read the file; all ranks raise alike.
+    """Checks loaded state on the first rank, which alone has read the file. All ranks raise alike.
 
     Args:
         distributed: a DistributedOptimizer whose inner optimizer is a `MegatronAdam`.
         state_dict: the loaded state on the first rank of its data-parallel group.
 
     Raises:
-        ValueError: for state that does not fit, and for remainders in place of masters.
+        ValueError: for state that does not fit, and for remainders in the place of masters.
         TypeError: for values that cannot be stored.
     """
     group = distributed.data_parallel_group_gloo

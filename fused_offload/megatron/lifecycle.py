@@ -16,9 +16,9 @@ class Lifecycle:
 
     They may be called in any order, any number of times.
 
-    State is in host memory whenever no step runs, so there is nothing to move, and tensors and
-    aliases stay valid. The staging ring stays between iterations: its memory is worth less than the
-    time to allocate it again.
+    Between steps the state is in host memory, so there is nothing to move, and all tensors stay
+    valid. The staging ring stays allocated between iterations, since allocating it again would cost
+    more than keeping it.
     """
 
     def __init__(self, optimizer: Any) -> None:
@@ -56,12 +56,12 @@ class Lifecycle:
         """Does nothing.
 
         Args:
-            *args: not used; callers name the part of the state to move.
+            *args: not used. Callers name the part of the state to move.
             **kwargs: not used.
         """
 
     def synchronize(self, *args: Any, **kwargs: Any) -> None:
-        """Waits until the state in host memory is that of the last step.
+        """Waits until the last step's state has arrived in host memory.
 
         Args:
             *args: not used.
@@ -73,8 +73,8 @@ class Lifecycle:
     def release(self) -> None:
         """Waits, then frees the staging ring, for other uses of the GPU such as rollouts.
 
-        Master weights that Megatron keeps on the GPU move to the host, and torch's cache of freed
-        memory is emptied, as with Megatron's own optimizers.
+        As with Megatron's own optimizers, master weights that Megatron keeps on the GPU move to the
+        host, and torch's cache of free GPU memory is emptied.
         """
         if self._inner is not None:
             self._inner.release_gpu_memory()
@@ -92,9 +92,9 @@ class Lifecycle:
             return
         for group in inner.param_groups:
             for param in group["params"]:
-                if not is_distributed(param):  # shards of Megatron-FSDP are views of its buffers
+                if not is_distributed(param):  # a DTensor is a view of Megatron-FSDP's buffers
                     param.data = param.data.to(device)
 
     def requires_param_sync(self) -> bool:
-        """False: parameters never wait for masters, since the step writes both."""
+        """Always False: a step writes both parameters and masters."""
         return False

@@ -16,25 +16,24 @@ from fused_offload.rules.arguments import check_rounding
 _REQUESTED = "_fused_offload_store_param_remainders"
 ROUNDING_VARIABLE = "FUSED_OFFLOAD_STOCHASTIC_ROUNDING"
 WINDOW_VARIABLE = "FUSED_OFFLOAD_WINDOW_BYTES"
-"""Environment variables that replace arguments of `install` where its call cannot be changed."""
+"""Environment variables in the place of arguments of `install`, where no call can be changed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdamOptions:
-    """Arguments of FusedOffloadAdam that Megatron's configuration decides; see there.
+    """Arguments of `FusedOffloadAdam` that follow from Megatron's configuration.
 
     Attributes:
         adam_w_mode: decoupled weight decay.
-        master_weights: whether the optimizer owns the master weights. If not, Megatron keeps them
-            on the GPU.
+        master_weights: the optimizer owns the master weights; if False, Megatron keeps them on the
+            GPU.
         master_weight_dtype: dtype of the masters.
         exp_avg_dtype: stored dtype of the first moment.
         exp_avg_sq_dtype: stored dtype of the second moment.
-        use_decoupled_grad: whether gradients come in ``decoupled_grad``.
-        store_param_remainders: whether masters of bfloat16 parameters are kept as 16-bit
-            remainders.
+        use_decoupled_grad: gradients are in ``decoupled_grad``.
+        store_param_remainders: masters of bfloat16 parameters are kept as 16-bit remainders.
         numerics: ``"ieee"`` or ``"te"``.
-        stochastic_rounding: whether bfloat16 moments are rounded stochastically.
+        stochastic_rounding: bfloat16 moments are rounded stochastically.
         offload: share of the state in host memory, and how it moves.
     """
 
@@ -76,8 +75,8 @@ def rounds_stochastically(given: bool | None) -> bool:
         given: the argument of `install`; None reads the environment variable.
 
     Raises:
-        TypeError: for an argument that is no bool.
-        ValueError: for another value of the variable than 0 and 1.
+        TypeError: if the argument is not a bool.
+        ValueError: if the variable is neither 0 nor 1.
     """
     if given is not None:
         check_rounding(given, 0)
@@ -108,7 +107,7 @@ def options_of(config: Any, offload: OffloadConfig, numerics: str, *, stochastic
         offload: chunks, depth and pinning. The fraction is Megatron's
             ``optimizer_offload_fraction``, and its ``pin_cpu_params`` can switch pinning off.
         numerics: ``"ieee"`` or ``"te"``.
-        stochastic_rounding: whether bfloat16 moments are rounded stochastically.
+        stochastic_rounding: round bfloat16 moments stochastically.
     """
     owns_masters = bool(config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
     return AdamOptions(

@@ -1,4 +1,4 @@
-"""Prefetches the window of a Megatron optimizer under backward, in every pipeline schedule."""
+"""Prefetch of a Megatron optimizer's window under backward passes, in every pipeline schedule."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _OWNER = "_fused_offload_owner"
 class Overlap:
     """Starts the prefetch from the forward passes of the model chunks.
 
-    Forward passes are counted per rank and step. That works for pipeline schedules, virtual stages
-    and any number of microbatches.
+    Forward passes are counted per rank and step, which works for all pipeline schedules, virtual
+    stages and any number of microbatches.
 
-    The reduction of the last microbatch's gradients is the fallback, for the first steps and for
-    loops that call the chunks in another way. It is detected at the bucket groups and at
+    In the first steps, and in loops that call the chunks in another way, the prefetch starts with
+    the reduction of the last microbatch's gradients. That is detected at the bucket groups and at
     ``finish_grad_sync``, since frameworks overwrite ``finalize_model_grads_func``.
     """
 
@@ -43,14 +43,14 @@ class Overlap:
 
         @functools.wraps(zero_grad)
         def begin_iteration(*args: Any, **kwargs: Any) -> Any:
-            self._prefetch.begin_iteration()  # the last iteration may have ended without a step
+            self._prefetch.begin_iteration()  # the previous iteration may have ended without a step
             return zero_grad(*args, **kwargs)
 
         distributed.zero_grad = begin_iteration
 
     def _after_prefetch(self, method: Any, is_last: Callable[[], bool]) -> Callable[..., Any]:
         while (owner := getattr(method, _OWNER, None)) is not None and owner() is None:
-            method = method.__wrapped__  # removes the wrapper of an optimizer that is gone
+            method = method.__wrapped__  # removes the wrapper of an optimizer that was freed
 
         @functools.wraps(method)
         def prefetch_first(*args: Any, **kwargs: Any) -> Any:

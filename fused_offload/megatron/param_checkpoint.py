@@ -20,13 +20,13 @@ def read_values(inner: MegatronAdam, param: torch.Tensor) -> dict[str, torch.Ten
 
     Args:
         inner: the optimizer.
-        param: ``[numel]``, one of its parameters. Its state is made if it has none.
+        param: ``[numel]``, one of its parameters. Missing state is created.
 
     Returns:
-        ``"param"``, ``"exp_avg"`` and ``"exp_avg_sq"``, each ``[numel]`` float32. Where the stored
+        ``"param"``, ``"exp_avg"`` and ``"exp_avg_sq"``, each ``[numel]`` float32. If the stored
         format is float32 they are live tensors in host memory: saving makes no copy of them, and
         loading may write to them. Other formats give new tensors. ``"param"`` is the parameter
-        itself where Megatron owns the masters.
+        itself if Megatron owns the masters.
     """
     inner.initialize_state(param)
     values = {key: inner.get_unscaled_state(param, key) for key in _MOMENTS}
@@ -50,8 +50,8 @@ def check_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, 
         values: argument of `write_values`.
 
     Raises:
-        ValueError: for a missing value and a wrong shape.
-        TypeError: for a value that is no tensor, and for a dtype that cannot be stored.
+        ValueError: for a missing value or a wrong shape.
+        TypeError: for a value that is not a tensor, or has a dtype that cannot be stored.
     """
     for key in (*_MOMENTS, "param"):
         if key not in values:
@@ -75,15 +75,15 @@ def write_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, 
 
     Args:
         inner: the optimizer.
-        param: ``[numel]``, one of its parameters. Updated in place where it is the master, or the
-            upper half of the master beside remainders.
+        param: ``[numel]``, one of its parameters. Updated in place if it is its own master, or the
+            upper half of a master that is stored as a remainder.
         values: as returned by `read_values`, on any device, checked by `check_values`.
     """
     for key in _MOMENTS:
         inner.set_scaled_state(param, key, values[key])
     if inner.master_weights and param.dtype == torch.float32:
-        # Such a parameter is its own master, and was loaded with the model. TransformerEngine's
-        # FusedAdam keeps and saves a second master, which it never updates.
+        # The parameter is its own master, and was loaded with the model. TransformerEngine's
+        # FusedAdam saves a second master, which it never updates.
         inner.state[param].storage.unset_master()
     elif values["param"] is not param:
         write_master(inner, param, values["param"])
@@ -94,16 +94,17 @@ def write_master(inner: MegatronAdam, param: torch.Tensor, master: torch.Tensor)
 
     Args:
         inner: the optimizer.
-        param: ``[numel]``. Updated in place where it is the master, or its upper half beside
-            remainders.
-        master: ``[numel]`` float32 values, or the int16 remainders beside ``param``; on any device.
+        param: ``[numel]``. Updated in place if it is its own master, or the upper half of a master
+            that is stored as a remainder.
+        master: ``[numel]`` float32 values, or int16 remainders that belong to ``param``; on any
+            device.
     """
     if not inner.master_weights or param.dtype == torch.float32:
         with torch.no_grad():
             param.copy_(master)
         return
     inner.initialize_state(param)
-    # Planned, not read from the state: a reader of checkpoints may have filled the live view.
+    # The planned format, not the state's values: the reader of a checkpoint may have filled these.
     kept_as_remainder = inner.keeps_remainder(param)
     if master.dtype == REMAINDER.dtype:
         if not kept_as_remainder:

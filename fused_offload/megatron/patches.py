@@ -25,8 +25,8 @@ class Installation:
     Attributes:
         settings: arguments of the latest call of `install`.
         replaced: objects, attribute names and former values, in the order of replacement.
-        announced: places that were named to the user.
-        warned: places about whose configuration the user was warned.
+        announced: places that were announced to the user.
+        warned: places whose configuration was checked for warnings.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -37,7 +37,7 @@ class Installation:
         self.warned: set[str] = set()
 
     def replace(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute and keeps its former value for `undo`."""
+        """Sets an attribute, and keeps its former value for `undo`."""
         self.replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
@@ -96,7 +96,7 @@ def _wrapped_factory(factory: Callable[..., Any], api: MegatronApi, installation
         if not _is_ours(config, api):
             return factory(config, model_chunks, *args, **kwargs)
         check_config(config)  # fields may have been set since the configuration was made
-        # Releases up to 0.17 hand over a chunk of Megatron-FSDP by itself.
+        # Releases up to 0.17 pass a Megatron-FSDP chunk outside of a list.
         check_model(config, model_chunks if isinstance(model_chunks, (list, tuple)) else [model_chunks])
         if not takes_hybrid_place(config) and (installation.settings.numerics or "te") == "te":
             warn_where_bits_differ()
@@ -108,7 +108,7 @@ def _wrapped_factory(factory: Callable[..., Any], api: MegatronApi, installation
             take_flags(inner, config)
         adapt(optimizer, api)
         if with_fsdp and not _is_virtual_stage(model_chunks):
-            _introduce([optimizer], api, installation)  # Megatron makes no chain of it
+            _introduce([optimizer], api, installation)  # Megatron does not chain it
         if isinstance(inner, MegatronAdam) and inner.place not in installation.warned:
             installation.warned.add(inner.place)
             warn_if_nothing_moves(config)
@@ -141,6 +141,6 @@ def _introduce(optimizers: Sequence[Any], api: MegatronApi, installation: Instal
 
 
 def _is_virtual_stage(model_chunks: Sequence[Any]) -> bool:
-    """True if Megatron builds further optimizers for this rank and chains all of them."""
+    """True if Megatron builds several optimizers for this rank, and chains them."""
     size = getattr(getattr(model_chunks[0], "config", None), "virtual_pipeline_model_parallel_size", None)
     return (size or 1) > 1

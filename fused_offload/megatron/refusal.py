@@ -1,4 +1,4 @@
-"""Errors of refused loads, and the state dicts for the next attempt."""
+"""Errors of refused loads, and state dicts for the next attempt."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DAMAGE = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImpl
 
 
 def refusal(error: Exception) -> Exception:
-    """Converts the error of a failed load: to a ValueError if the state dict is at fault.
+    """The error to raise for a failed load: a ValueError if the state dict is at fault.
 
     Args:
         error: the original error.
@@ -29,9 +29,9 @@ def refusal(error: Exception) -> Exception:
 
 
 def allow_loading(optimizer: Any) -> None:
-    """Allows one Megatron optimizer to make a state dict to load into after a failure.
+    """Allows one Megatron optimizer to make a state dict to load into, even after a failure.
 
-    The failure stays until a load succeeds.
+    The optimizer stays marked as failed until a load succeeds.
 
     Args:
         optimizer: a MegatronOptimizer whose inner optimizer is a `MegatronAdam`.

@@ -13,9 +13,9 @@ from .shards import Shards
 _INT16 = torch.iinfo(torch.int16)
 REFUSED_REMAINDERS = (
     "This checkpoint's optimizer state holds the 16-bit remainders of TransformerEngine's store_param_remainders under "
-    "the name of the fp32 master weights, turned into floats. In the {format} format they were gathered without the "
-    "parameters that they belong to. Save it with OptimizerConfig.store_param_remainders=False or in the "
-    "dp_reshardable format, or load it with the optimizer that wrote it."
+    "the name of the fp32 master weights, converted to floats. The {format} format lacks the parameters that they "
+    "belong to. Save it with OptimizerConfig.store_param_remainders=False or in the dp_reshardable format, or load it "
+    "with the optimizer that wrote it."
 )
 
 
@@ -23,15 +23,15 @@ def are_remainders(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) 
     """True if the master weights of a checkpoint are 16-bit remainders, converted to floats.
 
     TransformerEngine's FusedAdam saves remainders under the masters' name, and readers of
-    checkpoints convert dtypes silently. Remainders are whole numbers unrelated to the parameters.
-    Masters of a whole model are not all whole numbers. Masters of a few parameters may be (a norm's
-    weights before the first step), but they round to their parameters.
+    checkpoints convert dtypes silently. Remainders are whole numbers that do not round to the
+    parameters. Masters of a whole model are never all whole numbers. Masters of a few parameters
+    may be (a norm's weights before the first step), but these round to their parameters.
 
     Args:
         masters: all values that this rank sees, each with the bfloat16 parameter that was loaded
-            beside it, or None where that is unknown.
+            beside it, or None if that is unknown.
     """
-    foreign = False
+    some_differ = False  # from their parameters
     for values, param in masters:
         if not values.is_floating_point():
             return values.dtype == torch.int16
@@ -40,10 +40,10 @@ def are_remainders(masters: Iterable[tuple[torch.Tensor, torch.Tensor | None]]) 
         if not whole.all():
             return False
         if param is None:
-            foreign = foreign or flat.numel() > 0
-        else:
-            foreign = foreign or bool((flat.to(param.dtype) != param.detach().to(flat.device).reshape(-1)).any())
-    return foreign
+            some_differ = some_differ or flat.numel() > 0
+        elif not some_differ:
+            some_differ = bool((flat.to(param.dtype) != param.detach().to(flat.device).reshape(-1)).any())
+    return some_differ
 
 
 def holds_remainders(distributed: Any, shards: Shards, state_dict: dict[str, Any]) -> bool:
@@ -51,11 +51,11 @@ def holds_remainders(distributed: Any, shards: Shards, state_dict: dict[str, Any
 
     Args:
         distributed: a DistributedOptimizer whose inner optimizer is a `MegatronAdam`.
-        shards: its shards.
-        state_dict: as its ``load_state_dict`` takes it.
+        shards: the shards of that optimizer.
+        state_dict: argument of its ``load_state_dict``.
 
     Raises:
-        ValueError: for remainders in a format that lost their parameters.
+        ValueError: for remainders in a format that lacks their parameters.
     """
     if not inner_of(distributed).master_weights or "param_state" not in state_dict:
         return False
@@ -68,7 +68,7 @@ def holds_remainders(distributed: Any, shards: Shards, state_dict: dict[str, Any
 
 
 def _loaded_shards(distributed: Any, shards: Shards, state: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Masters and parameters in the buckets of the dp_reshardable format."""
+    """Masters and parameters of this rank, from the buckets of the dp_reshardable format."""
     for index, ranges in enumerate(distributed.gbuf_ranges):
         for dtype, buckets in ranges.items():
             for bucket, loaded in zip(buckets, state[index][dtype], strict=True):
@@ -79,7 +79,7 @@ def _loaded_shards(distributed: Any, shards: Shards, state: Any) -> Iterator[tup
 
 
 def _loaded_params(distributed: Any, state: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Whole masters and parameters of the fully_reshardable format."""
+    """Masters and parameters, both whole, from the fully_reshardable format."""
     index = 0
     for buffer in distributed.buffers:
         for model_param in buffer.param_index_map:

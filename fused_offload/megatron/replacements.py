@@ -42,7 +42,7 @@ _current: ContextVar[_Build | None] = ContextVar("fused_offload_megatron_build",
 
 @contextlib.contextmanager
 def building(config: Any, settings: Settings) -> Iterator[None]:
-    """Declares the OptimizerConfig for which optimizers are built within the context.
+    """Context in which optimizers are built for one OptimizerConfig.
 
     HybridDeviceOptimizer's constructor has no arguments for stored dtypes and remainders, so the
     class in its place reads them from this configuration.
@@ -55,10 +55,13 @@ def building(config: Any, settings: Settings) -> Iterator[None]:
 
 
 def hybrid_place(stock: type[torch.optim.Optimizer]) -> type:
-    """The class for the place of ``stock``, Megatron's HybridDeviceOptimizer.
+    """The class that replaces Megatron's HybridDeviceOptimizer.
 
-    Calling it builds a `HybridPlaceAdam`, or ``stock`` where the CPU part would not be Adam. Both
-    are instances of it, so that Megatron's ``isinstance`` checks hold for either.
+    A call of the class builds a `HybridPlaceAdam`, or ``stock`` if the CPU part would not be Adam.
+    Both are instances of the class, so Megatron's ``isinstance`` checks hold for either.
+
+    Args:
+        stock: Megatron's HybridDeviceOptimizer.
     """
 
     class HybridPlace(type):
@@ -85,7 +88,7 @@ def methods_that_name(stock: type, name: str) -> dict[str, FunctionType]:
 
     Args:
         stock: the class.
-        name: its name, which is about to be replaced in the module.
+        name: the class's global name in the module, which is about to be replaced.
     """
     return {
         key: FunctionType(
@@ -107,14 +110,14 @@ class HybridPlaceAdam(MegatronAdam):
         params: parameters or groups of them.
         offload_fraction: share of the state bytes in host memory. Megatron's OptimizerConfig
             overrides it when Megatron builds the optimizer.
-        cpu_optimizer_cls: torch's AdamW or Adam, for decoupled weight decay or not; none runs on
-            the CPU.
+        cpu_optimizer_cls: torch's AdamW for decoupled weight decay, or Adam for L2. Neither of them
+            is used to step.
         gpu_optimizer_cls: not used.
         param_update_in_fp32: keep fp32 masters of 16-bit parameters.
-        pin_cpu_grads: not used: gradients stay where they are.
-        pin_cpu_params: whether state in host memory is page-locked.
-        overlap_cpu_optimizer_d2h_h2d: not used: copies always overlap.
-        options: arguments of the optimizer, in place of those from Megatron's configuration.
+        pin_cpu_grads: not used; gradients stay where they are.
+        pin_cpu_params: page-lock state in host memory.
+        overlap_cpu_optimizer_d2h_h2d: not used; copies always overlap.
+        options: arguments of the optimizer, in the place of those from Megatron's configuration.
         fused: not used.
         **kwargs: hyperparameters, as for `FusedOffloadAdam`.
     """
@@ -150,15 +153,18 @@ class HybridPlaceAdam(MegatronAdam):
                 offload=OffloadConfig(fraction=offload_fraction, pin=pin_cpu_params),
             )
         super().__init__(params, **kwargs, **options.arguments())
-        # DistributedOptimizer builds the object again from `defaults`, with its own shards.
-        # Set after the groups are made: they go into checkpoints and hold plain values only.
+        # DistributedOptimizer builds the object again from `defaults`, with its own shards. Set
+        # only now, since groups copy the defaults, and go into checkpoints.
         self.defaults["options"] = options
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As `FusedOffloadAdam.add_param_group`; also takes views, as DistributedOptimizer adds."""
+        """As `FusedOffloadAdam.add_param_group`, but also accepts views as parameters.
+
+        DistributedOptimizer's shards are views.
+        """
         for param in param_group["params"]:
             if not param.is_leaf and param.requires_grad:
-                param.retain_grad()  # torch requires it of tensors that are no leaves; no backward pass reaches them
+                param.retain_grad()  # torch's check of new groups demands it of non-leaf tensors
         options = self.defaults.pop("options", None)
         try:
             super().add_param_group(param_group)

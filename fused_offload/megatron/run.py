@@ -1,9 +1,8 @@
 """Runs an unmodified script with FusedOffloadAdam installed into Megatron-Core.
 
-    torchrun --nproc-per-node 8 -m fused_offload.megatron.run pretrain_gpt.py
-    --optimizer-cpu-offload ...
+    torchrun --nproc-per-node 8 -m fused_offload.megatron.run pretrain_gpt.py ARGUMENTS...
 
-All arguments after the script's name belong to the script; the module itself has no options.
+All arguments after the script's name are passed to the script; the module itself has no options.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def main(arguments: Sequence[str]) -> None:
         arguments: the script's path and its arguments.
 
     Raises:
-        SystemExit: without a readable script; also if the script raises it.
+        SystemExit: if there is no such script, or if the script raises it.
     """
     if not arguments or arguments[0].startswith("-"):
         sys.exit(f"{_USAGE}\nThe first argument should be a script; there are no options.")
@@ -36,14 +35,14 @@ def main(arguments: Sequence[str]) -> None:
     install()
     sys.argv[:] = arguments
     if not (sys.flags.isolated or getattr(sys.flags, "safe_path", False)):
-        sys.path[0] = os.path.dirname(os.path.realpath(script))  # where `python -m` put the working directory
+        sys.path[0] = os.path.dirname(os.path.realpath(script))  # was the working directory
     _become(os.path.abspath(script))
 
 
 def _become(path: str) -> None:
-    """Executes a file as ``__main__``, and leaves it there.
+    """Executes a file as the module ``__main__``, which it stays to the end of the process.
 
-    ``runpy.run_path`` would restore this module at the end, while threads, pickles and exit
+    ``runpy.run_path`` would restore this module at the end, although threads, pickles and exit
     handlers of the script may still need the script's definitions.
     """
     loader = SourceFileLoader("__main__", path)

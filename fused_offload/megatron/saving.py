@@ -14,15 +14,16 @@ _WRAPPED = "_writes_in_place"
 
 
 def write_in_place() -> None:
-    """Makes Megatron's synchronous saves write state without a copy in host memory; once, for good.
+    """Makes Megatron's synchronous saves write state without a copy in host memory.
+
+    Further calls do nothing, and the method stays replaced.
 
     Megatron's writer first copies every CPU tensor that is a view of a larger storage. An
     asynchronous save needs that copy, since training goes on meanwhile. A synchronous save has
     written everything when it returns. So it gets tensors over the same memory whose storage has
-    their own size.
+    the size of the tensor.
 
-    Does nothing for releases whose writer is not known to run in threads of this process: another
-    process could not read the memory.
+    Releases whose writer may run in other processes, which cannot read the memory, are left alone.
     """
     try:
         strategy = importlib.import_module(f"{_STRATEGIES}.torch").TorchDistSaveShardedStrategy
@@ -41,8 +42,8 @@ def _wrapped_save(save: Any) -> Any:
 
     @functools.wraps(save)
     def save_in_place(strategy: Any, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
-        views = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
-        views = [(sharded, sharded.data) for sharded in views if _would_be_copied(sharded.data)]
+        all_sharded = [value for value in nested_values(sharded_state_dict) if isinstance(value, ShardedTensor)]
+        views = [(sharded, sharded.data) for sharded in all_sharded if _would_be_copied(sharded.data)]
         for sharded, data in views:
             sharded.data = torch.from_numpy(data.detach().numpy())
         try:

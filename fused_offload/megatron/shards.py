@@ -15,12 +15,11 @@ class Shard(NamedTuple):
     """One model parameter's part on this rank.
 
     Attributes:
-        model_param: the parameter of the model, whole.
+        model_param: the whole parameter of the model.
         param: the tensor that the inner optimizer updates, ``[stop - start]``.
         start: first element of the part in the flattened parameter.
         stop: one past the last element.
-        aliases: whether ``param`` shares the memory of ``model_param``; if not, it is a master
-            copy.
+        aliases: True if ``param`` shares the memory of ``model_param``, False if it is a master.
     """
 
     model_param: torch.Tensor
@@ -42,16 +41,16 @@ class Shard(NamedTuple):
 class Shards:
     """All shards of one DistributedOptimizer, in the order of its groups.
 
-    Pairs are read from the lists that the groups were made of. Megatron's own index from model
-    parameters to positions in groups is wrong where a group mixes fp32 and 16-bit parameters
-    (releases up to 0.20).
+    Parameters and shards are paired by the lists that the groups were made of. Megatron's own index
+    from model parameters to positions in groups is wrong if a group mixes fp32 and 16-bit
+    parameters (releases up to 0.20).
     """
 
     def __init__(self, distributed: Any) -> None:
-        """Reads the pairs.
+        """Pairs parameters and shards.
 
         Args:
-            distributed: a DistributedOptimizer with an inner optimizer, fresh from its constructor.
+            distributed: a DistributedOptimizer that was just built, with an inner optimizer.
         """
         owns_masters = bool(distributed.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
         sixteen_bit = distributed.shard_float16_groups if owns_masters else distributed.shard_fp32_from_float16_groups
@@ -81,12 +80,12 @@ class Shards:
     def follow_model_params(self) -> None:
         """Points every shard at its slice of the live model parameter again.
 
-        Moving a model or its optimizer away and back (``param.data = param.data.cpu()``) leaves
-        shards that are copies. The optimizer would go on updating them, and the model would never
+        When a model or its optimizer is moved away and back (``param.data = param.data.cpu()``),
+        shards become copies. The optimizer would go on updating them, and the model would never
         change again.
 
-        New shards in Megatron's lists would get the gradients in place of the optimizer's
-        parameters, so the lists are restored as well.
+        Megatron gives gradients to the shards in its lists. If these were replaced, the optimizer's
+        parameters would get none, so the lists are restored as well.
         """
         for group, members in self._lists:
             if any(new is not member for new, member in zip(group, members, strict=True)):
@@ -103,5 +102,5 @@ def _zipped(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, bool]]:
     for model_group, group in zip(model_groups, groups, strict=True):
         for model_param, param in zip(model_group, group, strict=True):
-            if param is not None:  # quantised parameters have no slice
+            if param is not None:  # quantised parameters have no shard
                 yield model_param, param, aliases

@@ -11,7 +11,7 @@ import torch
 from .adam import MegatronAdam
 
 VARIABLE = "FUSED_OFFLOAD_LOG_INTERVAL"
-"""Environment variable with the interval, where the call of `install` cannot be changed."""
+"""Environment variable in the place of ``log_interval`` where no call can be changed."""
 
 
 def checked_interval(log_interval: int | None) -> int | None:
@@ -21,7 +21,7 @@ def checked_interval(log_interval: int | None) -> int | None:
         log_interval: the argument of `install`; None reads the environment variable.
 
     Raises:
-        ValueError: for anything but an integer of at least 1.
+        ValueError: unless it is an integer of at least 1.
     """
     given: Any = os.environ.get(VARIABLE) or None if log_interval is None else log_interval
     if given is None:
@@ -37,17 +37,17 @@ def checked_interval(log_interval: int | None) -> int | None:
 def log_steps(inners: Sequence[MegatronAdam], interval: int) -> None:
     """Prints one line for each optimizer after every ``interval`` calls of its ``step``.
 
-    A line reports the latest completed step, some calls ago, so that nothing waits for the device.
+    A line reports the latest completed step, some calls back, so nothing waits for the device.
 
     Args:
         inners: inner optimizers of one model, in order.
-        interval: calls of ``step``.
+        interval: calls of ``step`` between two lines.
     """
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     for index, inner in enumerate(inners):
         if any(isinstance(hook, _Printer) for hook in inner._optimizer_step_post_hooks.values()):
-            continue  # it is part of another chain, which logs it
+            continue  # another chain contains and logs it
         name = f"optimizer {index + 1} of {len(inners)}, " if len(inners) > 1 else ""
         inner.register_step_post_hook(_Printer(name, interval))
 
@@ -63,6 +63,6 @@ class _Printer:
         if self._calls % self._interval:
             return
         report = optimizer.last_step_report()
-        said = "no step has ended on the GPU yet, or all state is on the CPU" if report is None else str(report)
+        text = "no step has ended on the GPU yet, or all state is on the CPU" if report is None else str(report)
         masters = f"; masters stay on the GPU with {optimizer.master_owner}" if optimizer.master_owner else ""
-        print(f"fused-offload: {self._name}at step {self._calls}: {said}{masters}", flush=True)
+        print(f"fused-offload: {self._name}at step {self._calls}: {text}{masters}", flush=True)

@@ -1,4 +1,4 @@
-"""Compares the bits of TransformerEngine's FusedAdam and FusedOffloadAdam on this machine."""
+"""Bitwise comparison of TransformerEngine's FusedAdam and FusedOffloadAdam on this machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COMPARED_CAPABILITY = (9, 0)
 def warn_where_bits_differ() -> None:
     """Steps a small tensor with both optimizers, once a process, and warns if the results differ.
 
-    Does nothing for the release and GPU of the exhaustive comparison, and without a GPU or
+    Does nothing for the release and the GPU that were compared exhaustively, or without a GPU or
     TransformerEngine.
     """
     if not torch.cuda.is_available():

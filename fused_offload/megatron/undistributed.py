@@ -1,4 +1,4 @@
-"""Replacement methods of Megatron's optimizers for whole parameters, bound to the instance."""
+"""Replacement methods of one Megatron optimizer of whole parameters, bound to the instance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class UndistributedHooks:
         """Binds the methods.
 
         Args:
-            optimizer: one of the two, with a `MegatronAdam` as its inner optimizer.
+            optimizer: one of these, with a `MegatronAdam` as its inner optimizer.
         """
         self._optimizer = optimizer
         self._inner: MegatronAdam = optimizer.optimizer
@@ -36,7 +36,7 @@ class UndistributedHooks:
         optimizer.reload_model_params = self.reload_model_params
 
     def make_state(self, inner: MegatronAdam, config: Any = None) -> None:
-        """Makes state to load a checkpoint into, in host memory.
+        """Creates state in host memory, to load a checkpoint into.
 
         Args:
             inner: the inner optimizer.
@@ -45,7 +45,7 @@ class UndistributedHooks:
         inner.dummy_step()
 
     def _masters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Parameters of the model and their masters."""
+        """16-bit parameters of the model, each with its master."""
         groups = getattr(self._optimizer, "float16_groups", [])
         for params, masters in zip(groups, getattr(self._optimizer, "fp32_from_float16_groups", []), strict=True):
             yield from zip(params, masters, strict=True)
@@ -61,16 +61,16 @@ class UndistributedHooks:
         """
         if state_dict is not None:
             raise ValueError(
-                "Masters can be taken out of a state dict only with --use-distributed-optimizer. Leave "
-                "--load-main-params-from-ckpt out."
+                "reload_model_params takes masters from a state dict only with --use-distributed-optimizer. Add it, or "
+                "leave --load-main-params-from-ckpt out."
             )
         for param, master in self._masters():
             refresh_megatrons_master(master, param.detach())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads state, masters and grad scaler.
+        """Loads state, masters and gradient scaler.
 
-        If it raises after something was changed, steps are refused until a load succeeds.
+        If it raises after a first change, steps are refused until a load succeeds.
 
         Raises:
             ValueError: for a state dict that does not belong to this optimizer.
