@@ -153,7 +153,7 @@ BAD = [
         "3.3.1; 3.4 is the oldest tested",
     ),
     (dataclasses.replace(GOOD, autoload="yes"), "FUSED_OFFLOAD_ADAM", "problem", "'yes'"),
-    (dataclasses.replace(GOOD, autoload="1", autoload_present=False), "FUSED_OFFLOAD_ADAM", "problem", "nothing obeys"),
+    (dataclasses.replace(GOOD, autoload="1", autoload_present=False), "FUSED_OFFLOAD_ADAM", "problem", "no effect"),
     (
         dataclasses.replace(
             GOOD, autoload="1", missing=dict.fromkeys(("transformer_engine", "megatron.core"), NOT_FOUND)

@@ -565,7 +565,7 @@ def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--params", "1e9", "--fraction", "2"], "--fraction: '2' is not a share from 0 to 1"),
         (["plan", "--params", "1e9", "--fraction", "75%"], "such as 0.75"),
         (["plan", "--params", "1e9", "--fraction", "half"], "'half' is not a share"),
-        (["plan", "--params", "1e9", "--link-gbps", "1e-300"], "no speed of a link"),
+        (["plan", "--params", "1e9", "--link-gbps", "1e-300"], "too slow for a link"),
         (["plan", "--params", "1e9", "--window-bytes", "much"], "or 48MiB; or give auto"),
         (["plan", "--params", "1e9", "--window-bytes", "-1"], "at least 0"),
         (["plan", "--params", "13X"], "such as 13e9 or 13B"),

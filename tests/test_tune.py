@@ -134,8 +134,8 @@ def test_a_profile_by_another_name(tmp_path: Path) -> None:
         (lambda record: record["timings"][1].update(state_bytes=240_000_000), "ascending"),
         (lambda record: record["narrow_timings"][1].update(state_bytes=120_000_000), "ascending"),
         (lambda record: record["narrow_timings"][1].update(state_bytes=3_000_000_000), "fewer bytes a parameter"),
-        (lambda record: record["timings"][0].update(ms=5e-324), "of no time"),
-        (lambda record: record["timings"][1].update(state_bytes=2**62), "more than there is"),
+        (lambda record: record["timings"][0].update(ms=5e-324), "takes no time"),
+        (lambda record: record["timings"][1].update(state_bytes=2**62), "more bytes than any machine"),
         (lambda record: record["timings"][1].update(state_bytes=3e9 + 0.5), "numbers above 0"),
         (lambda record: record["timings"][0].update(ms=None), "numbers above 0"),
         (lambda record: record["timings"][0].update(ms=True), "numbers above 0"),
@@ -220,7 +220,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_read(make: Any, words: str, t
     make(tmp_path / "mine.json")
     with pytest.raises(ValueError, match=words):
         profiles.load(tmp_path / "mine.json")
-    assert profiles.find(KEY, tmp_path).reason.endswith("what there is cannot be read")
+    assert profiles.find(KEY, tmp_path).reason.endswith("the others cannot be read")
 
 
 @pytest.mark.parametrize(("folder", "file", "is_taken"), [(0, 0, True), (1, 1, True), (1, 0, False), (0, 1, True)])

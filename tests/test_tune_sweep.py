@@ -352,8 +352,10 @@ def test_what_is_timed_alone_is_a_mean_of_the_middle_half(what: str, monkeypatch
 def test_the_link_is_measured_down_up_and_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     """Copies within one slab and within the memory on the device, both ways apart; a made-up clock."""
     link = pytest.importorskip("fused_offload.tuning.link")
-    queues = types.SimpleNamespace(h2d=types.SimpleNamespace(cuda_stream=1), d2h=types.SimpleNamespace(cuda_stream=2))
+    h2d, d2h = (types.SimpleNamespace(cuda_stream=number, synchronize=lambda: None) for number in (1, 2))
+    queues = types.SimpleNamespace(h2d=h2d, d2h=d2h)
     monkeypatch.setattr(link.DeviceQueues, "of", lambda device: queues)
+    monkeypatch.setattr(link.torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(link, "PinnedSlab", lambda nbytes, **_: PinnedSlab(nbytes, pin=False))
     monkeypatch.setattr(link, "COPY_MIB", (1, 5))
     copies: dict[int, list[tuple[int, int, int]]] = {1: [], 2: []}

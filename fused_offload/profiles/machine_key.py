@@ -24,7 +24,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 class MachineKey:
     """Kind of machine that a profile is valid for.
 
-    Machines of one kind share a profile, also in a home folder on a network.
+    Machines of one kind share a profile, for instance in a home folder on a network.
 
     Attributes:
         gpu: the driver's name of the GPU.
@@ -40,13 +40,13 @@ class MachineKey:
 
     @property
     def file_name(self) -> str:
-        """Name of the profile's file, without versions, so that outdated files are replaced."""
+        """Name of the profile's file, without versions: an outdated file is replaced."""
         digest = hashlib.sha256("\n".join((self.gpu, self.link, self.host)).encode()).hexdigest()
         return f"{re.sub('[^A-Za-z0-9]+', '-', self.gpu).strip('-')}-{digest[:12]}.json"
 
 
 def read_key(index: int, sysfs: Path = numa.SYSFS) -> MachineKey:
-    """Reads the key of a GPU of this process. Makes no CUDA context.
+    """Reads the key of a GPU of this process, without creating a CUDA context.
 
     Args:
         index: index of the device.
@@ -73,7 +73,7 @@ def _read_link(bus: str, sysfs: Path) -> str:
 
 
 def _cpu_name() -> str:
-    lines = read_text(_CPUINFO, "utf-8", "replace").splitlines()  # from firmware, any bytes
+    lines = read_text(_CPUINFO, "utf-8", "replace").splitlines()  # firmware may give any bytes
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 

@@ -1,4 +1,4 @@
-"""Profile of a kind of machine: the choices and timings of ``fused-offload tune``."""
+"""Profile of one kind of machine: the choices and timings of ``fused-offload tune``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .units import MIB
 _MOST_BYTES, _LEAST_MS, _LEAST_GBPS = 2**50, 1e-6, 1e-3  # bounds of plausible measurements
 
 CHOICES = {"chunk_bytes": (4 * MIB, 64 * MIB), "depth": (2, 4), "programs": (16, 128)}
-"""Ranges that `fused-offload tune` chooses from; a profile with other values is refused."""
+"""Ranges that ``fused-offload tune`` chooses from; a profile with other values is refused."""
 
 
 class Choice(NamedTuple):
@@ -28,7 +28,7 @@ class Choice(NamedTuple):
         depth: best depth of copies.
         programs: best number of zero-copy programs.
         ms: time of a step with the chosen transport.
-        why: reason, in words.
+        why: reason for the choice, in words.
     """
 
     state_bytes: int
@@ -65,7 +65,7 @@ class Profile:
         choices: choices by ascending size of the state.
         timings: steps with the most bytes a parameter, by ascending size of the state; at least
             two.
-        narrow_timings: the same with the fewest bytes a parameter.
+        narrow_timings: steps with the fewest bytes a parameter, in the same order.
     """
 
     key: MachineKey
@@ -76,15 +76,15 @@ class Profile:
     narrow_timings: tuple[Timing, ...]
 
     def choice_for(self, state_bytes: int) -> Choice:
-        """The choice of the measured size that is nearest, by ratio."""
+        """The choice for the nearest measured size of state."""
         return nearest(self.choices, state_bytes)
 
     def step_ms(self, state_bytes: int, param_numel: int) -> float:
-        """Predicts the time of a step in ms. It never falls with the number of parameters.
+        """Predicts the time of a step in ms, which never falls with the number of parameters.
 
         Args:
             state_bytes: bytes that move, each way.
-            param_numel: parameter elements that these bytes belong to.
+            param_numel: number of parameter elements that these bytes belong to.
         """
         if not state_bytes or not param_numel:
             return 0.0
@@ -111,15 +111,15 @@ class Profile:
 
 
 def nearest(choices: Sequence[Choice], state_bytes: int) -> Choice:
-    """The choice of the measured size that is nearest, by ratio."""
+    """The choice for the measured size of state that has the ratio nearest to 1."""
     return min(choices, key=lambda choice: abs(math.log(max(1, state_bytes) / choice.state_bytes)))
 
 
 def check(profile: Profile) -> None:
-    """Refuses contents that `fused-offload tune` could not have written.
+    """Refuses contents that ``fused-offload tune`` cannot have written.
 
     Raises:
-        ValueError: says what is wrong.
+        ValueError: for such contents; the message says what is wrong.
     """
     key = profile.key
     if not isinstance(key.versions, dict):
@@ -149,7 +149,7 @@ def check(profile: Profile) -> None:
         if not all(map(_is_above_0, timing)) or type(timing.state_bytes) is not int:
             raise ValueError("a timing is not made of numbers above 0 and below 2^63")
         if max(timing.param_numel, timing.state_bytes) >= _MOST_BYTES or timing.ms < _LEAST_MS:
-            raise ValueError("a timing is of more than there is, or of no time")
+            raise ValueError("a timing has more bytes than any machine, or takes no time")
     for timings in (profile.timings, profile.narrow_timings):
         if any(begin.state_bytes >= end.state_bytes for begin, end in itertools.pairwise(timings)):
             raise ValueError("its timings are not by ascending size of the state")
@@ -163,7 +163,7 @@ def _is_above_0(value: Any) -> bool:
 
 
 def as_json(profile: Profile) -> dict[str, Any]:
-    """A profile as `json.dumps` takes it."""
+    """A profile as a dictionary for `json.dumps`."""
     return {
         "key": asdict(profile.key),
         "measured": profile.measured,
@@ -178,12 +178,12 @@ def from_json(record: Any) -> Profile:
     """The profile that `as_json` wrote, checked.
 
     Args:
-        record: as `json.loads` returns it.
+        record: result of `json.loads`.
 
     Raises:
-        ValueError: if `check` refuses it, or a field's conversion does.
+        ValueError: if `check` refuses the profile, or a field cannot be converted.
         KeyError: if a field is missing.
-        TypeError: if a field is unknown or of another type.
+        TypeError: if a field is unknown or has a wrong type.
     """
     profile = Profile(
         MachineKey(**record["key"]),

@@ -1,4 +1,4 @@
-"""Files of profiles: one for each kind of machine, in this user's folder."""
+"""Files of profiles, one for each kind of machine, in this user's folder."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Found(NamedTuple):
 
     Attributes:
         profile: the profile, or None.
-        reason: origin of the profile, or the reason for there being none.
+        reason: date and file of the profile, or the reason why there is none.
         is_outdated: True if there is a profile that must not be used any more.
     """
 
@@ -47,8 +47,8 @@ def folder() -> Path:
 
     Raises:
         ImportError: if platformdirs is missing and `FOLDER_VARIABLE` is not set.
-        OSError: if the user has no home folder and `FOLDER_VARIABLE` is not set, or if that names a
-            home folder that does not exist.
+        OSError: if the user has no home folder and `FOLDER_VARIABLE` is not set, or if the variable
+            names a home folder that does not exist.
     """
     chosen = os.environ.get(FOLDER_VARIABLE)
     if chosen:
@@ -58,11 +58,11 @@ def folder() -> Path:
             raise OSError(
                 f"{FOLDER_VARIABLE} is {chosen!r}, but there is no such home folder: give the whole path, without ~"
             ) from error
-    import platformdirs  # here, so that training works without this dependency
+    import platformdirs  # not above, so that training works without this dependency
 
     try:
         path = platformdirs.user_data_path("fused-offload") / "profiles"
-    except RuntimeError:  # older releases give a folder below the current one
+    except RuntimeError:  # as if there were no home folder; older releases give a relative path
         path = Path()
     if not path.is_absolute():
         raise OSError(f"this user has no home folder (HOME is not set): set {FOLDER_VARIABLE} to a folder")
@@ -70,14 +70,14 @@ def folder() -> Path:
 
 
 def save(profile: Profile, where: Path | None = None) -> Path:
-    """Writes a profile, in place of an older one of the same kind of machine.
+    """Writes a profile. Replaces an older one of the same kind of machine.
 
-    Everybody may read it in a folder that was named, since other users may train with that folder.
-    In this user's own data folder the umask decides.
+    Everybody may read the file in a folder that was named, since other users may train with that
+    folder. In this user's own data folder the umask decides.
 
     Args:
         profile: the profile.
-        where: folder; this user's if None.
+        where: folder; None for this user's.
 
     Returns:
         Path of the file.
@@ -91,7 +91,7 @@ def save(profile: Profile, where: Path | None = None) -> Path:
     with open(temporary, "x", encoding="utf-8", opener=_open_new) as file:
         try:
             if is_named:
-                os.fchmod(file.fileno(), 0o644)  # not by name: others may rename in a shared folder
+                os.fchmod(file.fileno(), 0o644)  # not by name, which others may change there
             file.write(json.dumps(record, indent=2) + "\n")
             file.flush()
             os.replace(temporary, path)
@@ -109,7 +109,7 @@ def load(path: Path) -> Profile:
     """Reads a profile.
 
     Raises:
-        ValueError: if the file is no profile, or damaged.
+        ValueError: if the file is not a profile of this release, or is damaged.
     """
     try:
         record = json.loads(_read(path))
@@ -121,7 +121,7 @@ def load(path: Path) -> Profile:
 
 
 def _reason(error: Exception) -> str:
-    """Message of an error, without the path that it may name."""
+    """Message of an error, without the path that an OSError may name."""
     return printable((isinstance(error, OSError) and error.strerror) or str(error))
 
 
@@ -129,8 +129,8 @@ def _read(path: Path) -> str:
     """Reads a file in a folder that other users may write to.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is no regular file, is too large, or belongs to an untrusted user.
+        OSError: if the file cannot be read.
+        ValueError: if it is not a regular file, is too large, or belongs to an untrusted user.
     """
     with open(path, "rb", opener=_open_without_waiting) as file:
         status = os.fstat(file.fileno())
@@ -149,7 +149,7 @@ def _open_without_waiting(path: str, flags: int) -> int:
 
 
 def shown(path: Path) -> str:
-    """A path as messages, logs and results show it, with ``~`` for the home folder."""
+    """A path for messages, logs and results, with ``~`` for the home folder."""
     home = os.path.expanduser("~")
     if os.path.isabs(home) and home != "/" and path.is_relative_to(home):
         path = Path("~") / path.relative_to(home)
@@ -161,7 +161,7 @@ def find(key: MachineKey, where: Path | None = None) -> Found:
 
     Args:
         key: the machine.
-        where: folder; this user's if None.
+        where: folder; None for this user's.
     """
     where = where or folder()
     path = where / key.file_name
@@ -188,7 +188,7 @@ def find(key: MachineKey, where: Path | None = None) -> Found:
 
 
 def _differences(key: MachineKey, others: Iterable[Path]) -> str:
-    """Differences between this machine and the most similar profile, in words."""
+    """Differences between this machine and that of the most similar profile, in words."""
     best: list[str] | None = None
     for path in others:
         try:
@@ -200,7 +200,7 @@ def _differences(key: MachineKey, others: Iterable[Path]) -> str:
             return f"there is one, but it is called {printable(path.name)}, not {key.file_name}"
         if best is None or len(different) < len(best):
             best = different
-    return "what there is cannot be read" if best is None else f"there is one of {'; '.join(best)}"
+    return "the others cannot be read" if best is None else f"there is one of {'; '.join(best)}"
 
 
 def _different(other: MachineKey, key: MachineKey) -> list[str]:
@@ -213,10 +213,10 @@ def _different(other: MachineKey, key: MachineKey) -> list[str]:
 
 @functools.cache
 def of_device(index: int) -> Found:
-    """Finds the profile of a device, once a process, and logs the result."""
+    """Finds the profile of a device and logs the result, once a process."""
     try:
         found = find(read_key(index))
-    except (OSError, RuntimeError, ImportError, ValueError) as error:  # ValueError: a malformed bus id
+    except (OSError, RuntimeError, ImportError, ValueError) as error:  # a bad bus id: ValueError
         found = Found(None, f"none: {_reason(error)}")
     level = logging.WARNING if found.is_outdated else logging.INFO
     advice = " (fused-offload tune makes a new one)" if found.is_outdated else ""

@@ -1,9 +1,9 @@
-"""Numbers and sizes with units, as in command lines and in environment variables.
+"""Numbers and sizes with units, in command lines and environment variables.
 
 All functions but `printable` parse a text and can be the ``type`` of an argparse argument.
 
 Raises:
-    argparse.ArgumentTypeError: says what is accepted.
+    argparse.ArgumentTypeError: for any other text; the message says what is accepted.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Mapping
 from decimal import Decimal
 
 MOST_PARAMS = 10**18
-"""Bound of counts and numbers, exclusive."""
+"""Exclusive upper bound of counts and numbers."""
 
 _LEAST_LINK_GBPS = 1e-3
-_LEAST_BYTES = 1024  # smaller numbers were meant in another unit
+_LEAST_BYTES = 1024  # smaller numbers were probably meant in another unit
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 _BYTES = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _BYTES |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _BYTES |= {unit.removesuffix("b"): factor for unit, factor in _BYTES.items() if len(unit) > 1}
 _GB = _BYTES | {"": 10**9}
 _MOST_GB = 1e6
-"""More than any machine has; larger numbers were meant in bytes."""
+"""More than any machine has; larger numbers were probably meant in bytes."""
 
 
 def printable(text: str) -> str:
@@ -53,9 +53,9 @@ def _with_unit(text: str, units: Mapping[str, int], example: str, most: int = MO
 
     Args:
         text: digits and an optional unit, in any case.
-        units: factor of each unit in lower case; ``""`` stands for plain numbers.
+        units: factor of each unit in lower case; ``""`` stands for numbers without one.
         example: accepted text, for the error.
-        most: exclusive bound.
+        most: exclusive upper bound.
     """
     match = re.fullmatch(r"(.*?)\s*([A-Za-z]*)", text.strip(), re.DOTALL)
     digits, unit = match.groups() if match else ("", "")
@@ -135,7 +135,7 @@ def link_gbps(text: str) -> float:
     """Parses the speed of a link in GB/s."""
     value = positive(text)
     if value < _LEAST_LINK_GBPS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no speed of a link in GB/s")
+        raise argparse.ArgumentTypeError(f"{text!r} is too slow for a link; give GB/s, such as 47")
     return value
 
 

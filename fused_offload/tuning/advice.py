@@ -1,4 +1,4 @@
-"""Advice for models that do not fit."""
+"""Advice of `fused-offload plan` for models that do not fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def advice(
 
     Args:
         numel: parameters of the whole model.
-        training: the planned training, with its transfer settings still open.
+        training: the planned training; its transfer settings may be ``"auto"``.
         settle: sets the transfer settings for a number of parameters.
         gpu_bytes: memory of a GPU, or None for no limit.
         node_bytes: memory of a host, or None for no limit.
@@ -53,9 +53,9 @@ def advice(
 
 
 def _changes(training: Training, *, knows_gpu: bool) -> Iterator[tuple[str, Training]]:
-    """Possible changes with their flags, ordered by cost.
+    """Possible changes with their flags, ordered by what they cost.
 
-    The order is: free changes, GPU memory, stepping in backward, precision, then pairs.
+    The order is: nothing, GPU memory, stepping in backward, precision, then pairs of changes.
 
     Args:
         training: the training to change.
@@ -100,7 +100,7 @@ def _offloaded(training: Training, **changes: Any) -> Training:
 
 
 def _formats(training: Training, *moments: str) -> Iterator[tuple[str, Training]]:
-    """Stored formats that take fewer bytes. A remainder loses nothing."""
+    """Changes to stored formats that take fewer bytes. A remainder loses no precision."""
     has_remainder = training.param_dtype == "bf16" and training.master != "none"
     flag, master = ("--master remainder ", "remainder") if has_remainder else ("", training.master)
     now = training.layout().alignment_bytes

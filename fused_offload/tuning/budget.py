@@ -45,8 +45,8 @@ class Training:
         data_parallel: ranks that share the optimizer's state.
         model_parallel: ranks that share the parameters (tensor times pipeline parallel size).
         shard_params: True if data-parallel ranks share parameters and gradients, too (FSDP).
-        offload: fraction, chunks and window; ``"auto"`` as on a machine without a profile.
-        ranks_per_node: ranks whose state lies in one host's memory.
+        offload: fraction, chunks and window; ``"auto"`` means the defaults without a profile.
+        ranks_per_node: ranks whose state is in one host's memory.
         other_gpu_bytes: GPU memory for activations, CUDA context and others. A window of
             ``"auto"`` is part of it.
         in_backward: True if gradients are applied and freed during the backward pass
@@ -94,15 +94,15 @@ class Memory:
     """Bytes of one rank, and of one node.
 
     Attributes:
-        params: on the GPU.
-        grads: on the GPU.
+        params: parameters, on the GPU.
+        grads: gradients, on the GPU.
         resident_state: state that is not offloaded, on the GPU.
-        ring: staging of the optimizer, on the GPU.
+        ring: staging ring, on the GPU.
         window: additional GPU memory of the window; 0 for ``"auto"``.
-        other: memory that the caller reserved on the GPU.
+        other: GPU memory that the caller counts for other purposes.
         host_state: offloaded state of a rank, in host memory.
-        hidden: part of ``host_state`` that may move under forward and backward passes, at most.
-        ranks_per_node: ranks of a node.
+        hidden: largest part of ``host_state`` that may move under forward and backward passes.
+        ranks_per_node: number of ranks of a node.
     """
 
     params: int
@@ -147,7 +147,7 @@ class Fits(NamedTuple):
     Attributes:
         gpu: True if a GPU's memory suffices.
         host: True if a host's memory suffices.
-        host_in_save: True if it suffices during an asynchronous save, too.
+        host_in_save: True if a host's memory suffices during an asynchronous save, too.
     """
 
     gpu: bool | None
@@ -173,13 +173,13 @@ def fits_into(memory: Memory, *, gpu_bytes: int | None, node_bytes: int | None) 
 def memory_of(param_numel: int, training: Training) -> Memory:
     """Computes the memory of a model.
 
-    State is counted as one extent, and the offloaded share to the element. The optimizer pads each
-    parameter to 128 elements and offloads whole parameters, so the real share differs by about one
-    parameter.
+    State is counted as one extent, of which exactly the offloaded share is on the host. The
+    optimizer pads each parameter to 128 elements and offloads whole parameters, so the real numbers
+    differ by about one parameter.
 
     Args:
         param_numel: parameters of the whole model.
-        training: its training settings.
+        training: settings of the training run.
 
     Raises:
         ValueError: for remainders of parameters that have none.
@@ -217,7 +217,7 @@ def _extent_bytes(layout: Layout, numel: int) -> int:
 def _ring_bytes(layout: Layout, numel: int, offload: OffloadConfig) -> int:
     if not numel:
         return 0
-    # The CPU has no profile: callers set "auto" by the profile of this machine before.
+    # No profile is read for the CPU: callers have replaced "auto" by this machine's profile.
     chunk_bytes, depth, programs = streaming_of(offload, torch.device("cpu"), layout.state_bytes(numel))
     if programs is not None:
         return 0
@@ -230,8 +230,8 @@ class StepTime:
 
     Attributes:
         alone_ms: time of a step without concurrent work.
-        exposed_ms: lower bound of the time added to an iteration, if all bytes that may be hidden
-            move under the backward and forward passes.
+        exposed_ms: lower bound of the time that a step adds to an iteration, reached if all hidden
+            bytes move under the backward and forward passes.
     """
 
     alone_ms: float
@@ -239,7 +239,7 @@ class StepTime:
 
 
 def step_time(memory: Memory, link_gbps: float) -> StepTime:
-    """Predicts the step from bytes and the link alone.
+    """Predicts the step from bytes and the speed of the link.
 
     Kernels, launches and the slowdown of concurrent work are not counted.
 
@@ -256,7 +256,7 @@ def profile_step_time(memory: Memory, training: Training, profile: Profile) -> S
 
     Args:
         memory: memory of the model.
-        training: its training settings.
+        training: settings of the training run.
         profile: profile of the machine.
     """
     bytes_per_param = training.layout().alignment_bytes / ALIGNMENT
@@ -270,11 +270,11 @@ def profile_step_time(memory: Memory, training: Training, profile: Profile) -> S
 def largest_model(
     training_of: Callable[[int], Training], *, gpu_bytes: int | None, node_bytes: int | None, saving: bool
 ) -> int | None:
-    """Parameters of the largest model that fits, or None without a limit.
+    """Number of parameters of the largest model that fits, or None without a limit.
 
     Args:
-        training_of: training settings for a number of parameters; the same object within a range
-            of numbers. The settings of a larger model may take less of the GPU.
+        training_of: returns the training settings for a number of parameters: one object for each
+            range of numbers. The settings of a larger model may take less GPU memory.
         gpu_bytes: memory of a GPU, or None for no limit.
         node_bytes: memory of a host, or None for no limit.
         saving: True if an asynchronous save has to fit, too.

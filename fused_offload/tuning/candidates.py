@@ -17,41 +17,41 @@ DEPTHS = (2, 3, 4)
 PROGRAMS = (16, 32, 64, 128)
 
 _AS_GOOD = 0.01
-"""Slowdown below which copies count as equal; the smallest ring wins then."""
+"""Slowdown below which copies count as equal; of equal ones the smallest ring is chosen."""
 
 _ZERO_COPY_GAIN = 0.03
-"""Share of the time that zero-copy has to save: it takes multiprocessors from concurrent work."""
+"""Share of the time that zero-copy must save, since it takes multiprocessors from other work."""
 
 _SHORT_MS = 1.0
-"""Step time below which zero-copy only has to be as fast.
+"""Step time below which zero-copy only has to be as fast as copies.
 
-It takes multiprocessors for less than that. It is a single launch, while copies cost the host
-several calls a chunk, so a busy host disturbs it least.
+A step this short hardly takes multiprocessors from other work. Zero-copy is a single launch, while
+copies cost the host several calls a chunk, so a busy host disturbs it least.
 """
 
 _PROGRAMS_GAIN = 0.03
-"""Share of the time that another number of programs than the default has to save.
+"""Share of the time that another number of programs than the default must save.
 
-The best number depends on the stored formats, and only one is measured. Too few programs cost more
-than too many.
+The best number depends on the stored formats, of which only one is measured. Too few programs cost
+more than too many.
 """
 
 _STILL_CLOSE = 0.03
 _CLOSE_AFTER_ONE = 0.2
 _LEVELS_MS = 0.4
-"""Slowdown at which a candidate is dropped, against the fastest of its transport.
+"""Slowdown at which a candidate is dropped, relative to the fastest of its transport.
 
-It is a share of the step that shrinks with the number of rounds, and in the first rounds also the
-difference between the two levels of a host's speed.
+The sum of a share of the step, of a share that shrinks with the number of rounds, and of a time
+that shrinks, too: the difference between the two levels of a host's speed.
 """
 
 
 def middle_ms(samples_ms: Sequence[float]) -> float:
-    """Mean of the middle half; of fewer than four the shortest.
+    """Mean of the middle half; of fewer than four samples the shortest.
 
-    It resists outliers as a median does. But a host's speed may alternate between two levels every
-    few seconds. Medians of two candidates may then lie at different levels, although both saw equal
-    shares of each.
+    Like a median it resists outliers. But a host's speed may alternate between two levels every few
+    seconds. Medians of two candidates may then be at different levels, although both candidates
+    were timed at each level equally often.
 
     Args:
         samples_ms: times of the same work.
@@ -111,14 +111,14 @@ def candidates(state_bytes: int) -> list[Streaming]:
         state_bytes: size of the state.
     """
     sizes = [mib * MIB for mib in CHUNK_MIB if mib * MIB <= state_bytes] or [CHUNK_MIB[0] * MIB]
-    ways = [Streaming(chunk_bytes, depth) for chunk_bytes, depth in product(sizes, DEPTHS)]
-    if default_streaming(state_bytes) not in ways:
-        ways.append(default_streaming(state_bytes))
-    return ways + [Streaming(programs=programs) for programs in PROGRAMS]
+    copies = [Streaming(chunk_bytes, depth) for chunk_bytes, depth in product(sizes, DEPTHS)]
+    if default_streaming(state_bytes) not in copies:
+        copies.append(default_streaming(state_bytes))
+    return copies + [Streaming(programs=programs) for programs in PROGRAMS]
 
 
 def still_close(timed: Sequence[Timed], rounds: int, state_bytes: int) -> list[Streaming]:
-    """Candidates that may still be the fastest of their transport, and the defaults.
+    """The candidates that may still be the fastest of their transport, and the defaults.
 
     Args:
         timed: candidates that are still timed.
@@ -141,8 +141,8 @@ def choose(timed: Sequence[Timed], state_bytes: int) -> Choice:
         timed: at least one copy and one zero-copy kernel, all timed in the same rounds.
         state_bytes: size of the state.
     """
-    copy = _least(_copies(timed), _AS_GOOD, lambda way: way.depth * way.chunk_bytes)
-    zero_copy = _least(_zero_copies(timed), _PROGRAMS_GAIN, lambda way: way.programs != DEFAULT_PROGRAMS)
+    copy = _least(_copies(timed), _AS_GOOD, lambda streaming: streaming.depth * streaming.chunk_bytes)
+    zero_copy = _least(_zero_copies(timed), _PROGRAMS_GAIN, lambda streaming: streaming.programs != DEFAULT_PROGRAMS)
     fastest = {True: _fastest(_zero_copies(timed)), False: _fastest(_copies(timed))}
     wanted = -_AS_GOOD if fastest[False].ms < _SHORT_MS else _ZERO_COPY_GAIN
     enough = fastest[False].ms * (1 - wanted)
@@ -174,7 +174,7 @@ def _fastest(timed: Sequence[Timed]) -> Timed:
 
 
 def _least(timed: Sequence[Timed], tolerance: float, cost: Callable[[Streaming], int]) -> Timed:
-    """Cheapest candidate of those within a tolerance of the fastest; of equals the fastest."""
+    """The cheapest candidate within a tolerance of the fastest, and of these the fastest."""
     best_ms = _fastest(timed).ms
     as_good = [one for one in timed if one.ms <= best_ms * (1 + tolerance)]
     return min(as_good, key=lambda one: (cost(one.streaming), one.ms))

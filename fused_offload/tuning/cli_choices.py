@@ -1,4 +1,4 @@
-"""Choices and defaults of the command line. Imports nothing, so that help is quick."""
+"""Choices and defaults of the command line. Imports nothing, so that ``--help`` is quick."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ DEFAULT_LINK_GBPS = 47.0
 """GB/s each way with both directions busy: measured on an H100 over PCIe 5 x16."""
 
 DEFAULT_TUNING_SECONDS = 40.0
-"""Duration of the comparison of candidates. Starting and the last steps come on top."""
+"""Duration of the comparison of candidates. Start-up and the last steps come on top."""

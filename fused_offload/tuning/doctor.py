@@ -16,10 +16,10 @@ _GOOD_NODE_SHARE = 0.6
 """Acceptable share of the speed at which the GPU reads from the best NUMA node."""
 
 _GOOD_SHARED = 0.9
-"""Acceptable speed of a GPU's copies while all GPUs copy, against that GPU by itself."""
+"""Acceptable speed of a GPU's copies while all GPUs copy, as a share of its speed alone."""
 
 _GOOD_ROOM = 0.5
-"""Share of the host's memory that should be free: state is the largest thing on the host."""
+"""Share of the host's memory that should be free, since state takes most of a host."""
 
 _BLACKWELL, _BLACKWELL_TRITON = (10, 0), "3.3"
 """Lowest compute capability of Blackwell GPUs, and the oldest Triton that compiles for them."""
@@ -34,9 +34,9 @@ class Finding(NamedTuple):
     """Result of one examination.
 
     Attributes:
-        level: ``"ok"``, ``"warning"`` (slower, or less room) or ``"problem"`` (it fails).
+        level: ``"ok"``, ``"warning"`` (slow, or little room) or ``"problem"`` (a step would fail).
         what: subject of the examination.
-        found: its result.
+        found: result of the examination.
         advice: recommended action; empty if none.
     """
 
@@ -307,7 +307,7 @@ def _megatron(machine: Machine) -> list[Finding]:
         findings.append(Finding("problem", what, repr(value), "Set it to 1 or 0; Megatron's import fails otherwise"))
     elif not machine.autoload_present:
         advice = "Install fused-offload again: _fused_offload_autoload is missing beside the package"
-        findings.append(Finding("problem", what, "1, but nothing obeys it", advice))
+        findings.append(Finding("problem", what, "1, but it has no effect", advice))
     elif machine.missing["megatron.core"] == NOT_FOUND:
         findings.append(Finding("warning", what, "1, but there is no Megatron-Core", "pip install megatron-core"))
     else:

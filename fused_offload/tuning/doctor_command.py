@@ -1,4 +1,4 @@
-"""`fused-offload doctor`: findings as a table or as JSON."""
+"""`fused-offload doctor`: examines this machine, and prints a table or JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def doctor(options: argparse.Namespace) -> int:
         return exit_code(findings)
     table = Table()
     for column in ("", "what", "found", "what to do"):
-        table.add_column(column, overflow="fold")  # paths and names are to be read whole
+        table.add_column(column, overflow="fold")  # wraps paths and names instead of cutting them
     colours = {"ok": "green", "warning": "yellow", "problem": "red"}
     for finding in findings:
         level = f"[{colours[finding.level]}]{finding.level}[/]"

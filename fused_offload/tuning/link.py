@@ -1,10 +1,10 @@
-"""Measures copies over the link: to the GPU, from it and both at once, by size of a copy."""
+"""Measures the link: copies to GPUs, from them and both ways at once, by size of a copy."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -28,9 +28,9 @@ class LinkRate(NamedTuple):
 
     Attributes:
         copy_mib: size of a copy, MiB.
-        h2d_gbps: to the GPU alone.
-        d2h_gbps: from the GPU alone.
-        duplex_gbps: each way, both at once.
+        h2d_gbps: speed to the GPU alone.
+        d2h_gbps: speed from the GPU alone.
+        duplex_gbps: speed each way, both ways at once.
     """
 
     copy_mib: int
@@ -46,31 +46,14 @@ def measure_link(device: torch.device, report: Report) -> list[LinkRate]:
         device: the GPU.
         report: progress callback.
     """
-    queues = DeviceQueues.of(device)
-    nbytes = max(COPY_MIB) * MIB
-    slab = PinnedSlab(2 * nbytes, pin=True, numa_node=numa.preferred_node(device), device=device)
-    try:
-        memory = torch.empty(2 * nbytes, dtype=torch.uint8, device=device)
-        host, gpu = slab.bytes.data_ptr(), memory.data_ptr()
-
-        def copy(size: int, *, down: bool, up: bool) -> None:
-            for _ in range(_LINK_BYTES // size):
-                if down:
-                    cuda_driver.copy_to_device_async(gpu, host, size, queues.h2d.cuda_stream)
-                if up:
-                    cuda_driver.copy_to_host_async(host + nbytes, gpu + nbytes, size, queues.d2h.cuda_stream)
-
-        rates = []
+    rates = []
+    with _speed_of_copies([device], max(COPY_MIB) * MIB) as gbps:
         for done, mib in enumerate(COPY_MIB):
             report("link", done, len(COPY_MIB))
-            directions = [(True, False), (False, True), (True, True)]
-            times = [_wall_ms(lambda: copy(mib * MIB, down=down, up=up)) for down, up in directions]  # noqa: B023
-            moved = _LINK_BYTES // (mib * MIB) * mib * MIB
-            rates.append(LinkRate(mib, *(moved / ms / 1e6 for ms in times)))
-        report("link", len(COPY_MIB), len(COPY_MIB))
-        return rates
-    finally:
-        slab.close()
+            speeds = (gbps(mib * MIB, down, up) for down, up in ((True, False), (False, True), (True, True)))
+            rates.append(LinkRate(mib, *speeds))
+    report("link", len(COPY_MIB), len(COPY_MIB))
+    return rates
 
 
 def duplex_gbps(devices: Sequence[torch.device]) -> float:
@@ -79,31 +62,45 @@ def duplex_gbps(devices: Sequence[torch.device]) -> float:
     Args:
         devices: the GPUs.
     """
-    nbytes = 16 * MIB
+    with _speed_of_copies(devices, 16 * MIB) as gbps:
+        return gbps(16 * MIB, True, True)
+
+
+@contextlib.contextmanager
+def _speed_of_copies(devices: Sequence[torch.device], most_bytes: int) -> Iterator[Callable[[int, bool, bool], float]]:
+    """Context with a function that measures the speed of copies, in GB/s each way and GPU.
+
+    The function takes the bytes of a copy, and whether to copy to the GPUs and from them.
+    """
     with contextlib.ExitStack() as stack:
         pairs = []
         for device in devices:
             stack.enter_context(torch.cuda.device(device))
-            slab = PinnedSlab(2 * nbytes, pin=True, numa_node=numa.preferred_node(device), device=device)
+            slab = PinnedSlab(2 * most_bytes, pin=True, numa_node=numa.preferred_node(device), device=device)
             stack.callback(slab.close)
-            memory = torch.empty(2 * nbytes, dtype=torch.uint8, device=device)
+            memory = torch.empty(2 * most_bytes, dtype=torch.uint8, device=device)
             pairs.append((DeviceQueues.of(device), slab.bytes.data_ptr(), memory))
 
-        def copy() -> None:
-            for _ in range(_LINK_BYTES // nbytes):
-                for queues, host, memory in pairs:
-                    gpu = memory.data_ptr()
-                    cuda_driver.copy_to_device_async(gpu, host, nbytes, queues.h2d.cuda_stream)
-                    cuda_driver.copy_to_host_async(host + nbytes, gpu + nbytes, nbytes, queues.d2h.cuda_stream)
-            for queues, _, _ in pairs:
-                queues.h2d.synchronize()
-                queues.d2h.synchronize()
+        def gbps(nbytes: int, down: bool, up: bool) -> float:
+            def copy() -> None:
+                for _ in range(_LINK_BYTES // nbytes):
+                    for queues, host, memory in pairs:
+                        gpu, half = memory.data_ptr(), most_bytes
+                        if down:
+                            cuda_driver.copy_to_device_async(gpu, host, nbytes, queues.h2d.cuda_stream)
+                        if up:
+                            cuda_driver.copy_to_host_async(host + half, gpu + half, nbytes, queues.d2h.cuda_stream)
+                for queues, _, _ in pairs:
+                    queues.h2d.synchronize()
+                    queues.d2h.synchronize()
 
-        return _LINK_BYTES // nbytes * nbytes / _wall_ms(copy) / 1e6
+            return _LINK_BYTES // nbytes * nbytes / _wall_ms(copy) / 1e6
+
+        yield gbps
 
 
 def _wall_ms(run: Callable[[], Any]) -> float:
-    """Median time of synchronous runs, after one warm-up run."""
+    """Median time of some runs that wait for their copies, after one warm-up run."""
     run()
     samples = []
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Facts of this machine that the speed of streaming depends on, as plain values."""
+"""Facts of this machine that `fused-offload doctor` examines, as plain values."""
 
 from __future__ import annotations
 
@@ -59,16 +59,16 @@ class Gpu:
         capability: compute capability, major and minor, or None.
         driver: driver version, or None.
         nvml_error: error of NVML, or None.
-        link: its link, read right after the copies.
-        numa_node: NUMA node of its slot, or None.
+        link: PCIe link, read right after the copies.
+        numa_node: NUMA node of the GPU, or None if unknown.
         numa_error: error of a request for memory on that node, or None.
         gbps_by_node: speed of copies from each NUMA node, if there are several.
-        error: error because of which the other fields are missing, or None.
+        error: error that prevented the examination of this GPU, or None.
         pin_error: error of page-locking a small piece of host memory, or None.
         h2d_gbps: speed of copies from page-locked memory alone, or None.
         d2h_gbps: speed of copies to page-locked memory alone, or None.
         profile: profile of `fused-offload tune`, in words.
-        profile_is_outdated: True if the profile must not be used any more.
+        profile_is_outdated: True if there is a profile that must not be used any more.
     """
 
     name: str
@@ -105,8 +105,8 @@ class Machine:
         missing: for each module the error of its import, or None.
         autoload: value of the environment variable that installs into Megatron.
         autoload_present: True if the module that reads this variable is installed.
-        duplex_gbps: speed of copies both ways at once, each way and GPU: of the slowest GPU by
-            itself, and with all GPUs at the same time; None if there are not several.
+        duplex_gbps: speed of copies both ways at once, each way and GPU: of the slowest GPU alone,
+            and with all GPUs at once; None with fewer than two GPUs.
     """
 
     cuda: str | None
@@ -159,10 +159,10 @@ def _why_missing(module: str) -> str | None:
     try:
         if importlib.util.find_spec(package) is None:
             return NOT_FOUND
-        with contextlib.redirect_stdout(sys.stderr):  # its output must not precede the JSON
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints must not mix with the JSON
             importlib.import_module(package)
         return NOT_FOUND if importlib.util.find_spec(module) is None else None
-    except (Exception, SystemExit) as error:  # packages raise anything
+    except (Exception, SystemExit) as error:  # a damaged package may raise anything
         return f"{type(error).__name__}: {error}"
 
 
@@ -199,13 +199,13 @@ def _import_nvml() -> Any:
 def _read_gpus(sysfs: Path, nvml: Callable[[], Any]) -> tuple[Gpu, ...]:
     if not torch.cuda.is_available():
         return ()
-    # In sequence, and each before NVML is asked: an idle link lowers its speed.
+    # One after another, and the copies before NVML is asked: an idle link lowers its generation.
     count = torch.cuda.device_count()
     gpus = []
     for index in range(count):
         try:
             gpus.append(_read_gpu(index, _COPY_SECONDS / count, sysfs, nvml))
-        except Exception as error:  # a lost or damaged GPU: torch raises many kinds
+        except Exception as error:  # a lost or damaged GPU; torch raises many kinds
             gpus.append(Gpu(name=f"cuda:{index}", memory_bytes=0, error=f"{type(error).__name__}: {error}"))
     return tuple(gpus)
 
@@ -217,7 +217,7 @@ def _alone_and_together(gpus: Sequence[Gpu]) -> tuple[float, float] | None:
         return None
     try:
         return min(duplex_gbps([device]) for device in devices), duplex_gbps(devices)
-    except (RuntimeError, OSError):  # memory for all of them at once
+    except (RuntimeError, OSError):  # too little memory for all GPUs at once
         return None
 
 
@@ -256,7 +256,7 @@ def _nodes_with_cpus(sysfs: Path) -> list[int]:
 
 
 def _gbps_by_node(device: torch.device, seconds: float, nodes: Sequence[int]) -> dict[int, float]:
-    """Speed of copies to the device from each node, if there are several and memory on them."""
+    """Speed of copies to the device from each node with memory, if there are several nodes."""
     if len(nodes) < 2:
         return {}
     measured = {node: _measure(device, seconds / len(nodes), node)[1] for node in nodes}
@@ -334,9 +334,10 @@ def _read_numa(bus: str, sysfs: Path) -> dict[str, Any]:
 def _ask(library: Any, question: Callable[[Any], int], handle: Any) -> int | None:
     try:
         return question(handle)
-    except library.NVMLError:  # virtual machines hide some
+    except library.NVMLError:  # virtual machines hide some values
         return None
 
 
 def _decoded(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value  # older releases of nvidia-ml-py return bytes
+    """Text of nvidia-ml-py, whose older releases return bytes."""
+    return value.decode() if isinstance(value, bytes) else value

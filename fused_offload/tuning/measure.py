@@ -1,4 +1,4 @@
-"""Measures a GPU: its link, and optimizer steps with candidates of transfer settings."""
+"""Measures a GPU: the link, and optimizer steps with candidates of transfer settings."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from .link import LinkRate, Report, measure_link
 from .step_harness import NARROW, WIDE, StepHarness, step_harness
 
 _STEPS = 2
-"""Steps of a candidate in a round."""
+"""Timed steps of a candidate in a round."""
 _TIMED_ALONE = 12
-"""Steps with all state on the GPU."""
+"""Timed steps with all state on the GPU."""
 _FEWEST_ROUNDS, _MOST_ROUNDS = 8, 24
 _SMALL_NUMEL = 20_000_000
-_SMALLER = (64, 16, 4)  # divisors: for small state, the best settings differ from size to size
-_STEP_SECONDS = 0.04  # of the large state, roughly: long enough to be measured, short enough to try everything
+_SMALLER = (64, 16, 4)  # divisors of `_SMALL_NUMEL`: best settings differ from size to size there
+_STEP_SECONDS = 0.04  # rough time of a step with the largest state, so that all can be tried
 _MOST_BYTES = 2_000_000_000
-_SHARE_OF_MEMORY = 0.25  # that tuning takes of what is free, on host and GPU
+_SHARE_OF_MEMORY = 0.25  # of the free memory on host and GPU that is used
 
 _WIDE_BYTES = 12
 _LARGEST_RING = max(CHUNK_MIB) * MIB * max(DEPTHS)
 
 
 class Swept(NamedTuple):
-    """Steps of one size.
+    """Measured steps of one size of state.
 
     Attributes:
-        param_numel: parameter elements.
+        param_numel: number of parameter elements.
         state_bytes: bytes of their state.
-        timed: all candidates.
+        timed: all candidates with their times.
         choice: the chosen settings.
     """
 
@@ -60,9 +60,9 @@ class Tuning:
 
     Attributes:
         profile: the profile to keep.
-        link: speeds by size of a copy.
+        link: speeds of the link, by size of a copy.
         kernel_ms: time of a step with all of the largest state on the GPU; None if it did not fit.
-        swept: steps, by ascending size.
+        swept: measured steps, by ascending size of the state.
         seconds: duration of the measurements.
     """
 
@@ -74,13 +74,14 @@ class Tuning:
 
 
 def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) -> Tuning:
-    """Measures everything and chooses.
+    """Measures the link and steps, and chooses transfer settings.
 
     Args:
         key: key of the machine.
         device: the GPU.
-        seconds: time for the link and the sweeps, with page-locking and compiling. Every candidate
-            is timed at least once, and steps that are not compared come on top.
+        seconds: time for the link and the comparison of candidates, with page-locking and
+            compiling. It is exceeded if needed, since every candidate is timed at least once. Steps
+            that are not compared come on top.
         report: progress callback.
 
     Raises:
@@ -109,7 +110,7 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
 
 
 def sizes(duplex_gbps: float, host_bytes: int | None, gpu_bytes: int) -> list[int]:
-    """Parameter elements of the measured steps, ascending: four small sizes and a large one.
+    """Numbers of parameter elements to measure, ascending: four small sizes and a large one.
 
     Args:
         duplex_gbps: speed of the link, each way.
@@ -131,13 +132,13 @@ def sizes(duplex_gbps: float, host_bytes: int | None, gpu_bytes: int) -> list[in
         host = "an unknown number of bytes" if host_bytes is None else f"{host_bytes / 1e9:.1f} GB"
         raise RuntimeError(
             f"Too little memory to measure: {host} may be taken on the host and {gpu_bytes / 1e9:.1f} GB on the GPU. "
-            "Stop what else uses them."
+            "Stop other programs that use it."
         )
     return [*(small // times for times in _SMALLER), small, large]
 
 
 def rounds_of(state_bytes: int) -> int:
-    """Number of rounds: more for short steps, since disturbances do not shrink with them."""
+    """Number of rounds: more for short steps, which disturbances affect most."""
     few_bytes = 12 * _SMALL_NUMEL
     return min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, _FEWEST_ROUNDS * few_bytes // max(1, state_bytes)))
 
@@ -155,52 +156,52 @@ def sweep(steps: Any, end: float, shared_by: int, report: Report) -> Swept:
     Args:
         steps: a `StepHarness`.
         end: end of the comparison of all sizes, by `time.perf_counter`.
-        shared_by: number of sizes that are left, this one included. Each may use an equal part of
-            the time. After the first, no round begins that would not end within it.
+        shared_by: number of sizes that are left, with this one. Each may use an equal part of the
+            time. After the first, no round begins that would not end within it.
         report: progress callback.
     """
     state_bytes = steps.state_bytes
     phase = f"steps of {gigabytes(state_bytes)}"
-    close = ways = candidates(state_bytes)
-    for way in ways:  # compiles the kernels before the time is shared: all sizes use them
-        steps.time(way, 0)
-    samples: dict[Streaming, list[float]] = {way: [] for way in ways}
+    close = tried = candidates(state_bytes)
+    for streaming in tried:  # compiles the kernels before the time is shared: all sizes use them
+        steps.time(streaming, 0)
+    samples: dict[Streaming, list[float]] = {streaming: [] for streaming in tried}
     order = random.Random(0)
     round_start = time.perf_counter()
     end = round_start + (end - round_start) / shared_by
     rounds = rounds_of(state_bytes)
     for index in range(rounds):
-        for place, way in enumerate(order.sample(close, len(close))):
-            report(phase, index * len(ways) + place * len(ways) // len(close), rounds * len(ways))
-            samples[way] += steps.time(way, _STEPS)
+        for place, streaming in enumerate(order.sample(close, len(close))):
+            report(phase, index * len(tried) + place * len(tried) // len(close), rounds * len(tried))
+            samples[streaming] += steps.time(streaming, _STEPS)
         now = time.perf_counter()
-        a_way = (now - round_start) / len(close)
+        seconds_each = (now - round_start) / len(close)
         close = still_close(_timed(samples, close), index + 1, state_bytes)
-        if now + a_way * len(close) > end:
+        if now + seconds_each * len(close) > end:
             break
         round_start = now
-    report(phase, rounds * len(ways), rounds * len(ways))
+    report(phase, rounds * len(tried), rounds * len(tried))
     choice = choose(_timed(samples, close), state_bytes)
-    return Swept(steps.param_numel, state_bytes, _timed(samples, ways), choice)
+    return Swept(steps.param_numel, state_bytes, _timed(samples, tried), choice)
 
 
-def _timed(samples: Mapping[Streaming, list[float]], ways: Iterable[Streaming]) -> tuple[Timed, ...]:
-    return tuple(Timed(way, tuple(samples[way])) for way in ways)
+def _timed(samples: Mapping[Streaming, list[float]], tried: Iterable[Streaming]) -> tuple[Timed, ...]:
+    return tuple(Timed(streaming, tuple(samples[streaming])) for streaming in tried)
 
 
 def _time_narrow(
     numels: Sequence[int], choices: Sequence[Choice], device: torch.device, report: Report
 ) -> tuple[Timing, ...]:
-    """Times steps of the narrowest state by the choices for its size; the sizes take turns."""
+    """Times steps of the narrowest state with the choices for its size; the sizes take turns."""
     phase = "steps of 6 bytes a parameter"
     report(phase, 0, _FEWEST_ROUNDS)
     with contextlib.ExitStack() as stack:
         harnesses = [stack.enter_context(step_harness(numel, NARROW, device)) for numel in numels]
-        ways = [chosen(nearest(choices, steps.state_bytes)) for steps in harnesses]
+        settings = [chosen(nearest(choices, steps.state_bytes)) for steps in harnesses]
         samples: list[list[float]] = [[] for _ in harnesses]
         for index in range(_FEWEST_ROUNDS):
-            for steps, way, times in zip(harnesses, ways, samples, strict=True):
-                times += steps.time(way, _STEPS)
+            for steps, streaming, times in zip(harnesses, settings, samples, strict=True):
+                times += steps.time(streaming, _STEPS)
             report(phase, index + 1, _FEWEST_ROUNDS)
         return tuple(
             Timing(steps.param_numel, steps.state_bytes, middle_ms(times))

@@ -35,13 +35,8 @@ def _param_numel(options: argparse.Namespace) -> int:
 def _count(options: argparse.Namespace) -> int:
     names = (*MEGATRON_SIZES, "kv_heads", "head_dim", "experts", "tied", "no_gated")
     sizes = [name for name in names if getattr(options, name)]
-    ways = [options.params is not None, options.config is not None, bool(sizes)]
-    if sum(ways) != 1:
-        given = [
-            f"--{name}".replace("_", "-")
-            for name, is_given in zip(("params", "config"), ways, strict=False)
-            if is_given
-        ]
+    given = [f"--{name}" for name in ("params", "config") if getattr(options, name) is not None]
+    if len(given) + bool(sizes) != 1:
         given += [f"--{name}".replace("_", "-") for name in sizes]
         raise ValueError(
             "give the model by one of --params, --config, or --layers, --hidden, --ffn, --heads, --vocab"
@@ -69,7 +64,7 @@ def _count(options: argparse.Namespace) -> int:
 
 
 def _training(options: argparse.Namespace) -> Training:
-    """Training settings of the options; transfer settings that are not given are ``"auto"``."""
+    """Training settings from the options; transfer settings that are not given are ``"auto"``."""
     offload = OffloadConfig(
         fraction=options.fraction,
         window_bytes=options.window_bytes,
@@ -93,10 +88,12 @@ def _training(options: argparse.Namespace) -> Training:
 
 
 class _Tuning:
-    """Sets transfer settings by a profile's choice for the size of the state."""
+    """Sets transfer settings by a profile's choice for the size of the state.
+
+    Without a profile it leaves them as they are.
+    """
 
     def __init__(self, profile: Profile | None) -> None:
-        """Uses a profile, or none."""
         self._profile = profile
         self._known: dict[tuple[Training, Choice], Training] = {}
 
@@ -104,7 +101,7 @@ class _Tuning:
         """Sets transport, chunks and depth. Returns the same object for the same choice.
 
         Args:
-            training: training settings, with given or open transfer settings.
+            training: training settings; transfer settings may be ``"auto"``.
             numel: parameters of the whole model.
         """
         if self._profile is None:
@@ -122,7 +119,7 @@ def _streaming_by(choice: Choice | None, training: Training, state_bytes: int) -
     Args:
         choice: choice of a profile, or None without one.
         training: training settings.
-        state_bytes: state of a rank.
+        state_bytes: bytes of a rank's state.
     """
     streaming = settle(training.offload, choice, state_bytes)
     if streaming.programs is not None:
@@ -133,7 +130,7 @@ def _streaming_by(choice: Choice | None, training: Training, state_bytes: int) -
 
 
 _HOST_MS = 3.0
-"""Step time below which the host's share dominates; it has changed by two thirds."""
+"""Step time below which host time dominates, which has varied by two thirds."""
 
 
 class _Prediction(NamedTuple):
@@ -273,7 +270,7 @@ def _answer(report: dict[str, Any]) -> str:
 
 
 def _of_limit(needed: int, limit: int | None) -> str:
-    """Bytes in GB beside their limit, with as many digits as show which is larger."""
+    """Bytes in GB beside their limit, with enough digits to show which is larger."""
     if limit is None:
         return f"{_short_gb(needed, 0)} GB"
     digits = next((n for n in range(9) if needed == limit or _short_gb(needed, n) != _short_gb(limit, n)), 9)
@@ -281,7 +278,7 @@ def _of_limit(needed: int, limit: int | None) -> str:
 
 
 def _short_gb(nbytes: int, digits: int) -> str:
-    """At least two significant digits, and at least ``digits`` behind the point."""
+    """GB with at least two significant digits, and at least ``digits`` after the point."""
     value = nbytes / 1e9
     return f"{value:,.{max(digits, 0 if value >= 9.95 or not nbytes else 1 if value >= 0.995 else 2)}f}"
 
@@ -307,7 +304,7 @@ def _params(numel: int) -> str:
 def _largest(numel: int | None) -> str:
     if numel is None:
         return "no limit"
-    return _params(numel // 10**6 * 10**6 if numel >= 10**7 else numel)  # what is printed fits
+    return _params(numel // 10**6 * 10**6 if numel >= 10**7 else numel)  # down, so that it fits
 
 
 def _ring_label(training: Training) -> str:

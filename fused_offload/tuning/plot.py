@@ -1,4 +1,4 @@
-"""Plots of the measurements of `fused-offload tune`. Needs matplotlib."""
+"""Plots of the measurements of `fused-offload tune`, for which matplotlib is needed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def draw(tuning: Tuning, path: Path) -> None:
         tuning: the measurements.
         path: file; its ending selects matplotlib's format.
     """
-    from matplotlib.figure import Figure  # pyplot would look for a display
+    from matplotlib.figure import Figure  # unlike pyplot it needs no display
 
     drawn = 1 + len(tuning.swept)
     rows = -(-drawn // _COLUMNS)

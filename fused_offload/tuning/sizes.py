@@ -15,14 +15,14 @@ from fused_offload.profiles.units import MIB
 
 @dataclass(frozen=True, kw_only=True)
 class Decoder:
-    """Sizes of a decoder of Llama, Mistral, Qwen or Mixtral: no position table, norms without bias.
+    """Sizes of a Llama, Mistral, Qwen or Mixtral decoder: no position table, norms without bias.
 
     Attributes:
-        layers: decoder layers.
+        layers: number of decoder layers.
         hidden: width.
         ffn: width of the MLP, and of each expert.
-        heads: attention heads.
-        kv_heads: heads of keys and values.
+        heads: number of attention heads.
+        kv_heads: number of heads of keys and values.
         head_dim: width of a head.
         vocab: rows of the embedding.
         tied: True if the output layer is the embedding.
@@ -31,8 +31,8 @@ class Decoder:
         output_bias: True if attention's output has a bias.
         mlp_bias: True if the MLP has biases.
         qk_norm: True if queries and keys of a head are normalized.
-        experts: experts of each sparse layer, 0 for a dense model.
-        dense_layers: layers with a dense MLP in a model with experts.
+        experts: number of experts of each sparse layer, 0 for a dense model.
+        dense_layers: number of layers with a dense MLP in a model with experts.
         dense_ffn: width of the MLP of those layers.
         shared_ffn: width of the gated shared expert, 0 for none.
     """
@@ -67,7 +67,7 @@ class Decoder:
         per_layer = self._attention() + 2 * self.hidden
         dense = self.dense_layers if self.experts else self.layers
         dense_ffn = self.dense_ffn if self.experts else self.ffn
-        sparse = self.experts * (self._mlp(self.ffn) + self.hidden)  # the router has a row for each expert
+        sparse = self.experts * (self._mlp(self.ffn) + self.hidden)  # a row of the router for each
         if self.shared_ffn:
             sparse += self._mlp(self.shared_ffn) + self.hidden
         mlps = dense * self._mlp(dense_ffn) + (self.layers - dense) * sparse
@@ -103,7 +103,7 @@ def count_config(path: Path) -> int:
         path: the file.
 
     Raises:
-        ValueError: if it cannot be read or its architecture is unknown.
+        ValueError: if the file cannot be read, or describes an unknown architecture.
     """
     try:
         _check_file(path)
@@ -139,10 +139,10 @@ def _read(path: Path) -> str:
 
 
 def _check_file(path: Path) -> None:
-    """Refuses paths other than files and pipes, and says what to give instead."""
+    """Refuses paths that are neither files nor pipes."""
     if path.is_dir():
         raise OSError(errno.EISDIR, f"it is a folder; give {str(path / 'config.json')!r}")
-    if path.exists() and not (path.is_file() or path.is_fifo()):  # a pipe is what <(...) is in a shell
+    if path.exists() and not (path.is_file() or path.is_fifo()):  # <(...) in a shell is a pipe
         raise OSError(errno.EINVAL, "it is a device; give a file")
     is_like_a_hub_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", str(path)) and path.suffix != ".json"
     if is_like_a_hub_name and not path.exists():
@@ -150,7 +150,7 @@ def _check_file(path: Path) -> None:
 
 
 def _whole(config: Mapping[str, Any], key: str, *default: int, least: int = 1, most: int = 10**9) -> int:
-    """Reads a size. A missing key or null gives the default, or raises without one."""
+    """Reads a size. A missing key or null gives the default, or raises if there is none."""
     value = config[key] if not default else config.get(key)
     if value is None and default:
         return default[0]

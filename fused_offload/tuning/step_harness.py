@@ -1,4 +1,4 @@
-"""Timed steps of an optimizer with any transfer settings."""
+"""Timed steps of an optimizer whose transfer settings change."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TENSORS = 16
 _WARM_MS = 20.0
 
 WIDE: dict[str, Any] = {"master_weights": True}
-"""float32 master and moments: 12 bytes a parameter, the maximum."""
+"""float32 master and moments, 12 bytes a parameter: the most."""
 
 NARROW: dict[str, Any] = {
     "master_weights": True,
@@ -28,7 +28,7 @@ NARROW: dict[str, Any] = {
 
 
 class StepHarness:
-    """An optimizer whose steps are timed with any transfer settings, in the same host memory.
+    """An optimizer whose steps are timed with several transfer settings, in the same host memory.
 
     Attributes:
         param_numel: number of parameter elements.
@@ -38,9 +38,9 @@ class StepHarness:
         """Allocates parameters, gradients and state.
 
         Args:
-            numel: bfloat16 parameters.
-            formats: keyword arguments of the optimizer.
-            offload: configuration of the offload.
+            numel: number of bfloat16 parameter elements.
+            formats: keyword arguments of the optimizer that set the stored formats.
+            offload: configuration of the optimizer.
             device: the GPU.
         """
         self.param_numel = numel // _TENSORS * _TENSORS
@@ -48,7 +48,7 @@ class StepHarness:
             torch.nn.Parameter(torch.full((numel // _TENSORS,), 0.02, dtype=torch.bfloat16, device=device))
             for _ in range(_TENSORS)
         ]
-        # Not zeros: with them a GPU draws less power and may clock higher.
+        # Random, since a GPU that computes with zeros draws less power and may clock higher.
         values = torch.randn(numel // _TENSORS, device=device).bfloat16()
         for param in params:
             param.grad = values.clone()
@@ -72,8 +72,8 @@ class StepHarness:
     def time(self, streaming: Streaming, steps: int = 2) -> list[float]:
         """Times steps with given transfer settings.
 
-        A first step allocates the ring and compiles the kernels. Short steps are repeated until
-        each slot of the ring was used, since first uses cost the host time.
+        A first step allocates the ring and compiles the kernels. If steps are short, further ones
+        use each slot of the ring once, since a first use costs host time.
 
         Args:
             streaming: the transfer settings.
@@ -97,7 +97,7 @@ def config_of(streaming: Streaming) -> OffloadConfig:
 
 @contextmanager
 def step_harness(numel: int, formats: dict[str, Any], device: torch.device) -> Iterator[StepHarness]:
-    """A `StepHarness` with all state offloaded; frees its memory in the end."""
+    """Context with a `StepHarness` whose state is all offloaded; frees the memory at the end."""
     made = StepHarness(numel, formats, config_of(Streaming()), device)
     try:
         yield made

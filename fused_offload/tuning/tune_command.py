@@ -32,7 +32,7 @@ from .measure import Swept, Tuning
 from .output import new_console
 
 _SECONDS_BETWEEN_DRAWINGS = 0.2
-_PICTURES = (".png", ".svg", ".pdf")  # what matplotlib writes without other programs
+_PICTURES = (".png", ".svg", ".pdf")  # formats that matplotlib writes by itself
 
 
 def tune(options: argparse.Namespace) -> int:
@@ -64,7 +64,7 @@ def tune(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _failing_in_words() -> Iterator[None]:
-    """Turns errors into a ValueError with their message."""
+    """Context that turns errors into a ValueError with their message."""
     try:
         yield
     except RuntimeError as error:  # too little memory, or the driver refuses
@@ -147,9 +147,9 @@ def _check_folder(path: Path, file_name: str) -> None:
 
 
 def _belongs_to_another(path: Path) -> bool:
-    """Tells whether the sticky bit of the folder forbids this user to replace a file.
+    """True if the folder's sticky bit forbids this user to replace a file.
 
-    Only the owners of the file and of the folder may then.
+    It lets only the owners of the file and of the folder do so.
     """
     folder = path.parent.stat()
     if not folder.st_mode & stat.S_ISVTX or not os.path.lexists(path):
@@ -158,7 +158,7 @@ def _belongs_to_another(path: Path) -> bool:
 
 
 class _ProgressBar:
-    """A bar for each phase on standard error, drawn between measurements and not by a thread."""
+    """A bar for each phase on standard error; drawn between measurements, not by a thread."""
 
     def __init__(self) -> None:
         columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
@@ -174,7 +174,7 @@ class _ProgressBar:
         self._progress.stop()
 
     def report(self, phase: str, done: int, total: int) -> None:
-        """Moves a phase's bar. A `link.Report`."""
+        """Updates a phase's bar; a `link.Report`."""
         if phase not in self._tasks:
             self._tasks[phase] = self._progress.add_task(phase, total=total)
         self._progress.update(self._tasks[phase], completed=done, total=total)
