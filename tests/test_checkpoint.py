@@ -1033,7 +1033,7 @@ BROKEN: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] 
     "moments that were mixed up": (
         lambda s: last_entry(s).update(exp_avg_sq=-torch.ones(30, 20)),
         ValueError,
-        "exp_avg_sq holds negative values",
+        "exp_avg_sq has negative values",
     ),
     "freed memory": (
         lambda s: last_entry(s)["exp_avg"].untyped_storage().resize_(8),

@@ -944,7 +944,7 @@ def test_state_of_a_shape_that_its_parameter_has_not(device: torch.device, kind:
 def test_elements_beside_scales_are_not_taken_for_values(device: torch.device, format: str) -> None:
     params, optimizer = make(device, format)
     entry = optimizer.state[params[1]]
-    with unchanged(optimizer), pytest.raises((ValueError, TypeError), match=r"beside their scales only"):
+    with unchanged(optimizer), pytest.raises((ValueError, TypeError), match=r"only with their scales"):
         entry["exp_avg"] = entry["exp_avg"][:2]
 
 

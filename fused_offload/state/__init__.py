@@ -4,6 +4,6 @@ May import `memory`, `params`, `rules` and what they import.
 
 Invariants:
     - State has one place; writing a tensor into an entry copies it there.
-    - Before a value is handed out, its write-back is complete.
+    - A value is handed out only when its write-back is complete.
     - A master is authoritative only after a step, a load or a write.
 """

@@ -14,18 +14,18 @@ from .storage import write_values
 
 
 def check_value(state: ParamState, key: str, value: Any, *, raw: bool = False) -> None:
-    """Refuses a value that one key cannot take.
+    """Refuses a value that cannot be written to one key.
 
     Args:
         state: stored state of a parameter.
         key: state key.
         value: a tensor of this rank's part.
-        raw: whether it may be codes for codes, which only mean something beside their scales.
+        raw: allow codes of a coded format, which have a meaning only with their scales.
 
     Raises:
         KeyError: for a key that the optimizer does not keep.
         TypeError: for a value that cannot be stored.
-        ValueError: for another shape, and for values out of range.
+        ValueError: for a wrong shape, or values out of range.
     """
     if key not in state.views:
         raise KeyError(f"The optimizer keeps {', '.join(state.views)} for this parameter; it cannot take {key!r}")
@@ -39,17 +39,17 @@ def check_value(state: ParamState, key: str, value: Any, *, raw: bool = False) -
 
 
 def check_storable(key: str, format: Format, value: torch.Tensor, *, nonnegative: bool = False) -> None:
-    """Refuses a tensor whose values would mean something else once stored.
+    """Refuses a tensor whose values would change their meaning when they are stored.
 
     Args:
         key: state key.
-        format: its stored format.
+        format: stored format of the key.
         value: tensor of any shape.
-        nonnegative: whether the key's values are averages of squares.
+        nonnegative: refuse negative values: the key's values are averages of squares.
 
     Raises:
-        TypeError: for a tensor without plain dense memory, and for a dtype that does not fit.
-        ValueError: for a tensor whose memory was freed, and for values out of range.
+        TypeError: for a tensor without plain dense memory, or a dtype that does not fit.
+        ValueError: for a tensor whose memory was freed, or values out of range.
     """
     if value.layout != torch.strided or value.device.type == "meta":
         raise TypeError(f"{key} should be a dense tensor with data, but got {value.layout} on {value.device}")
@@ -60,19 +60,19 @@ def check_storable(key: str, format: Format, value: torch.Tensor, *, nonnegative
     gathered = format.needs_param and value.dtype == torch.int32  # see torch_dcp.Wanted
     if format.needs_param != (value.dtype == REMAINDER.dtype or gathered):
         raise TypeError(
-            f"{key} is kept as {format.dtype}, but got {value.dtype}: a 16-bit remainder only means something beside "
-            "the parameter it was split from. Use store_param_remainders as when it was written."
+            f"{key} is kept as {format.dtype}, but got {value.dtype}: a 16-bit remainder has a meaning only with the "
+            "parameter that it was split from. Use store_param_remainders as when it was written."
         )
     if gathered and not torch.equal(value, value.to(format.dtype).to(value.dtype)):
         raise ValueError(f"{key} is kept as {format.dtype}, but got {value.dtype} values that do not fit")
     if not format.needs_param and not value.dtype.is_floating_point:
         raise TypeError(f"{key} should be a floating point tensor, but got {value.dtype}")
     if nonnegative and value.numel() and value.detach().min() < 0:
-        raise ValueError(f"{key} holds negative values, so it is no average of squares; was it mixed up?")
+        raise ValueError(f"{key} has negative values, but should be an average of squares; was it mixed up?")
 
 
 def same_memory(value: torch.Tensor, view: torch.Tensor) -> bool:
-    """True if ``value``, shaped like ``view``, is the same elements in the same places."""
+    """True if ``value``, shaped like ``view``, has the same elements in the same memory."""
     return (
         value.device == view.device
         and value.data_ptr() == view.data_ptr()
@@ -86,8 +86,8 @@ def unscaled(state: ParamState, key: str) -> torch.Tensor:
     """Values of one key, shaped like this rank's part of the parameter.
 
     Returns:
-        The live view for float32 and 16-bit remainders; for narrower formats a new float32 tensor,
-        exact.
+        The live view for float32 and 16-bit remainders; a new, exact float32 tensor for narrower
+        formats.
     """
     view = state.views[key]
     if view.dtype == state.formats[key].value_dtype:
@@ -102,7 +102,7 @@ def stand_in(state: ParamState, key: str) -> torch.Tensor:
 
 
 def write_unscaled(state: ParamState, key: str, value: torch.Tensor) -> None:
-    """Writes float values (int16 for remainders) in their stored format. They were checked."""
+    """Writes checked float values (int16 for remainders) in their stored format."""
     view = state.views[key]
     if state.extent is None or same_memory(value, view):
         return
@@ -114,13 +114,13 @@ def write_unscaled(state: ParamState, key: str, value: torch.Tensor) -> None:
 
 
 def write_elements(state: ParamState, key: str, value: torch.Tensor) -> None:
-    """Writes a tensor as assignment to an entry does. It was checked with ``raw``.
+    """Writes a tensor, checked with ``raw``, as an assignment to an entry does.
 
-    Elements of a scaled format in its own dtype go with the scales that are there; anything else is
-    values.
+    Elements of a scaled format, in its dtype, are taken with the present scales. Tensors of other
+    dtypes are values.
 
     Raises:
-        ValueError: for elements of a scaled format that the present scales do not belong to.
+        ValueError: for elements of a scaled format that do not belong to the present scales.
     """
     view = state.views[key]
     if state.extent is None or value is view or same_memory(value, view):
@@ -138,9 +138,9 @@ def write_elements(state: ParamState, key: str, value: torch.Tensor) -> None:
             )
         if format.is_coded and value.any() and not torch.equal(value.to(view.device), view):
             raise ValueError(
-                f"{key} is kept as bytes that mean something beside their scales only, which steps change. Bytes "
-                "other than those that are there cannot be written back: copy and write float32 values "
-                "(get_unscaled_state, set_scaled_state, or state_dict and load_state_dict)."
+                f"{key} is kept as bytes that have a meaning only with their scales, which steps change. Only the "
+                "present bytes can be written back: copy and write float32 values (get_unscaled_state, "
+                "set_scaled_state, or state_dict and load_state_dict)."
             )
     view.copy_(value)
 

@@ -1,7 +1,7 @@
 """Entries of ``optimizer.state``: a parameter's state as callers read and write it.
 
-The tensors in an entry are views of the storage. Writing a tensor into an entry copies it there; no
-tensor of a caller is ever adopted, so state keeps its place.
+The tensors in an entry are views of the storage. Writing a tensor into an entry copies it there.
+Tensors of callers are never kept, so state stays in its place.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ class StateEntry(dict[str, torch.Tensor]):
     """State of one parameter: the rule's keys and, where the optimizer keeps one, ``master_param``.
 
     Empty until the first step, a load or `OffloadOptimizer.initialize_state`. Values are views of
-    the storage, shaped and strided like the parameter, in their stored dtype. Handing one out waits
-    for the last step's write-back. Values of a distributed parameter are handed out as tensors
-    distributed like it.
+    the storage, shaped and strided like the parameter, in their stored dtype. Reading one waits for
+    the last step's write-back. For a distributed parameter, values are tensors distributed like it.
 
     Attributes:
-        storage: stored state. The entry itself, as a dict, holds the views in ``storage.views``.
+        storage: stored state. The entry itself, as a dict, contains the views in ``storage.views``.
     """
 
     def __init__(self, hooks: StateHooks, param: torch.Tensor) -> None:
@@ -57,7 +56,7 @@ class StateEntry(dict[str, torch.Tensor]):
         return self.storage.param
 
     def bind(self, extent: Extent | None, start: int, formats: dict[str, Format]) -> None:
-        """Gives the entry its storage, as `ParamState.bind`."""
+        """Gives the entry its storage; see `ParamState.bind`."""
         self._distributed.clear()
         self._reshaped.clear()
         self.storage.bind(extent, start, formats)
@@ -67,7 +66,7 @@ class StateEntry(dict[str, torch.Tensor]):
         super().update(self.storage.views)
 
     def peek(self, key: str) -> torch.Tensor:
-        """The view of one key, without waiting and without any effect on the values."""
+        """The view of one key, without waiting; changes no value."""
         self._hooks.lent = True
         return self.storage.views[key]
 
@@ -76,8 +75,8 @@ class StateEntry(dict[str, torch.Tensor]):
 
         Args:
             key: state key.
-            values: shaped like this rank's part of the parameter; for the live view the result is
-                always one object.
+            values: shaped like this rank's part of the parameter. The live view always gives the
+                same object.
         """
         param = self.param
         if not is_distributed(param):
@@ -91,7 +90,7 @@ class StateEntry(dict[str, torch.Tensor]):
         return result
 
     def rehome(self) -> None:
-        """Copies values back whose view was pointed elsewhere (``tensor.data = ...``)."""
+        """Copies values back into the storage if their view was moved (``tensor.data = ...``)."""
         if self.storage.extent is None:
             return
         for key, view in list(self.storage.views.items()):
@@ -109,7 +108,7 @@ class StateEntry(dict[str, torch.Tensor]):
         self._hold_views()
 
     def wait_and_rehome(self) -> None:
-        """Makes the storage hold complete values."""
+        """Waits until the storage is complete, and copies moved values back into it."""
         self._hooks.wait()
         self.rehome()
 
@@ -126,8 +125,8 @@ class StateEntry(dict[str, torch.Tensor]):
         """Values of one key, shaped like the parameter.
 
         Returns:
-            The live view for float32 and 16-bit remainders; for narrower formats a new float32
-            tensor, exact.
+            The live view for float32 and 16-bit remainders; a new, exact float32 tensor for
+            narrower formats.
         """
         values = unscaled(self.storage, key)
         if values is self.peek(key):
@@ -135,12 +134,12 @@ class StateEntry(dict[str, torch.Tensor]):
         return self.outside(key, values)
 
     def set_unscaled(self, key: str, value: torch.Tensor) -> None:
-        """Writes float values (int16 for remainders) in their format; they become authoritative.
+        """Writes float values (int16 for remainders) in their format, and makes them authoritative.
 
         Raises:
             KeyError: for a key that this optimizer does not keep.
             TypeError: for a value that cannot be stored.
-            ValueError: for another shape or sharding.
+            ValueError: for a wrong shape or sharding.
         """
         value = local_value(self.param, key, value)
         check_value(self.storage, key, value)
@@ -161,16 +160,16 @@ class StateEntry(dict[str, torch.Tensor]):
             self.storage.mark_set(key)
 
     def note_read(self, key: str) -> None:
-        """Notes that a live view was handed out, so that its values may be written there.
+        """Makes the values of a live view authoritative when it is handed out, except a master's.
 
-        A master that is not authoritative stays so: checkpoint code reads it as a template, and
-        tells what it wrote.
+        Callers may write to the view. Checkpoint code reads a master as a template, and then writes
+        it through `set_unscaled`.
         """
         if key != MASTER_PARAM:
             self.storage.mark_set(key)
 
     def __getitem__(self, key: str) -> torch.Tensor:
-        """The view of one key, complete."""
+        """The view of one key, with complete values."""
         if key in self._reshaped:
             return self._reshaped[key]
         if key in self:
@@ -178,16 +177,16 @@ class StateEntry(dict[str, torch.Tensor]):
         return self.outside(key, super().__getitem__(key))
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The view of one key, complete, or ``default``."""
+        """The view of one key, with complete values, or ``default``."""
         return self[key] if key in self else default
 
     def items(self) -> Any:
-        """Keys and complete views."""
+        """Keys and views, with complete values."""
         self._hand_out(*self)
         return self._all_outside().items() if self._reshaped or is_distributed(self.param) else super().items()
 
     def values(self) -> Any:
-        """Complete views."""
+        """Views with complete values."""
         self._hand_out(*self)
         return self._all_outside().values() if self._reshaped or is_distributed(self.param) else super().values()
 
@@ -228,24 +227,24 @@ class StateEntry(dict[str, torch.Tensor]):
     # -- writing: values are copied into the storage -----------------------------------------------
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Copies a tensor into storage, from any dtype that keeps its meaning.
+        """Copies a tensor into the storage.
 
         Args:
-            key: a state key, or ``"step"``, which goes to the parameter's group.
-            value: a tensor shaped like the parameter, on any device; for a distributed parameter a
-                tensor sharded like it, or this rank's part; for ``"step"`` a whole number from 0 to
-                2^31. A tensor of another shape waits for a parameter of that shape: one that gets
-                the entry, or this one once it has changed.
+            key: a state key, or ``"step"``, which is written to the parameter's group.
+            value: a tensor shaped like the parameter, of any dtype that the format can take, on any
+                device; for a distributed parameter a tensor sharded like it, or this rank's part;
+                for ``"step"`` a whole number from 0 to 2^31. A tensor of another shape waits for a
+                parameter of that shape: one that gets the entry, or this one after a change.
 
         Raises:
             KeyError: for a key that this optimizer does not keep.
             TypeError: for a value that cannot be stored.
-            ValueError: for another shape, for 8-bit elements of another time, and for any other
+            ValueError: for a wrong shape, for 8-bit elements that were read earlier, or for a wrong
                 step.
         """
         if key == "step":
             step = checked_step(value)
-            self._hooks.wait()  # steps that turn out skipped must not be taken off the new count
+            self._hooks.wait()  # so that later news of skips does not lower the new count
             self._hooks.write_step(self.param, step)
             return
         had_values = self.storage.bound
@@ -254,7 +253,7 @@ class StateEntry(dict[str, torch.Tensor]):
         value = local_value(self.param, key, value)
         if had_values and self._is_reshaped(key, value):
             self._reshaped[key] = value.detach().clone()
-            self._hooks.version += 1  # steps look at the entry again
+            self._hooks.version += 1  # makes the next step check the entry
             return
         check_value(self.storage, key, value, raw=True)
         self._hooks.wait()
@@ -266,7 +265,7 @@ class StateEntry(dict[str, torch.Tensor]):
 
     @property
     def is_reshaped(self) -> bool:
-        """True if some value of another shape waits for its parameter."""
+        """True if a value of another shape waits for its parameter."""
         return bool(self._reshaped)
 
     def _is_reshaped(self, key: str, value: Any) -> bool:
@@ -278,7 +277,7 @@ class StateEntry(dict[str, torch.Tensor]):
         format = self.storage.formats[key]
         if format.scaled and value.dtype == format.dtype:
             raise ValueError(
-                f"{key} is kept as {value.dtype} elements that mean something beside their scales only. Read and write "
+                f"{key} is kept as {value.dtype} elements, which have a meaning only with their scales. Read and write "
                 "float32 values: get_unscaled_state(param, key)."
             )
         check_storable(key, format, value, nonnegative=key in self._hooks.nonnegative)
@@ -288,7 +287,7 @@ class StateEntry(dict[str, torch.Tensor]):
         """Gives the parameter storage of its new shape, with the values that wait for it.
 
         Returns:
-            The reason why it cannot be, or None.
+            None, or the reason why the values do not fit the parameter.
         """
         if not self._reshaped:
             return None
@@ -309,10 +308,12 @@ class StateEntry(dict[str, torch.Tensor]):
     def take_values(self, other: StateEntry) -> None:
         """Copies the authoritative values of an entry of another layout or another optimizer.
 
+        Nothing is changed if it raises.
+
         Raises:
-            KeyError: for a key that this optimizer does not keep; nothing is changed.
-            TypeError: for values that cannot be stored; nothing is changed.
-            ValueError: for another shape; nothing is changed.
+            KeyError: for a key that this optimizer does not keep.
+            TypeError: for values that cannot be stored.
+            ValueError: for a wrong shape or sharding.
         """
         other.wait_and_rehome()
         if is_distributed(self.param) and is_distributed(other.param) and not same_sharding(self.param, other.param):
@@ -321,7 +322,7 @@ class StateEntry(dict[str, torch.Tensor]):
             )
         keys = [key for key in other if other.storage.is_set(key) or key in other._reshaped]
         if other._reshaped and MASTER_PARAM not in other._reshaped:
-            keys = [key for key in keys if key != MASTER_PARAM]  # that of the old parameter
+            keys = [key for key in keys if key != MASTER_PARAM]  # it has the old parameter's shape
         if keys and not self.storage.bound:
             self._hooks.initialize(self.param)
         for key in keys:
@@ -341,7 +342,7 @@ class StateEntry(dict[str, torch.Tensor]):
             self[key] = value
 
     def replace(self, values: Mapping[str, Any]) -> None:
-        """Writes several keys; the others start over."""
+        """Writes several keys, and resets the others."""
         self.update(values)
         for key in self.keys() - values.keys():
             if key == MASTER_PARAM:
@@ -355,7 +356,7 @@ class StateEntry(dict[str, torch.Tensor]):
         return self
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """The view of one key; writes ``default`` first where there is none."""
+        """The view of one key; writes ``default`` first if there is none."""
         if key not in self:
             self[key] = default
         return self[key]

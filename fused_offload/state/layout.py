@@ -1,4 +1,4 @@
-"""Layouts of state: alignment, keys with their formats, and the place of each array."""
+"""Layouts of state: alignment, keys with their formats, and byte offsets of the arrays."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fused_offload.kernels.formats import SCALE_GROUP, Format, Stored
 from fused_offload.rules.base import MASTER_PARAM
 
 ALIGNMENT = 128
-"""Elements. Segments start and are cut at multiples of it."""
+"""Number of elements. Segments start and are cut at multiples of it."""
 
 
 def align(numel: int) -> int:
@@ -21,7 +21,7 @@ def align(numel: int) -> int:
 
 
 def chunk_numel(chunk_bytes: int, alignment_bytes: int) -> int:
-    """Elements of a chunk of at most ``chunk_bytes``, a multiple of `ALIGNMENT`, at least that.
+    """Most elements of a chunk of ``chunk_bytes``: a multiple of `ALIGNMENT`, at least one.
 
     Args:
         chunk_bytes: state bytes that a chunk may move in one direction.
@@ -40,9 +40,9 @@ class Layout:
     Attributes:
         device: device of the parameters.
         param_dtype: dtype of the parameters.
-        keys: state keys and their stored formats, in the order of storage; `MASTER_PARAM` is among
-            them where masters are kept.
-        resident: whether the state stays on ``device`` instead of in host memory.
+        keys: state keys and their stored formats, in the order of storage. `MASTER_PARAM` is one of
+            them if masters are kept.
+        resident: True if the state stays on ``device``, False if it is in host memory.
     """
 
     device: torch.device
@@ -56,12 +56,12 @@ class Layout:
         return dict(self.keys)
 
     def only(self, keys: Set[str]) -> Layout:
-        """The part of this layout that has these keys."""
+        """This layout with only those of its keys that are in ``keys``."""
         return replace(self, keys=tuple(pair for pair in self.keys if pair[0] in keys))
 
     @property
     def alignment_bytes(self) -> int:
-        """State bytes of `ALIGNMENT` elements, all of which are written back by a step."""
+        """State bytes of `ALIGNMENT` elements."""
         return self.state_bytes(ALIGNMENT)
 
     def state_bytes(self, numel: int) -> int:
@@ -93,7 +93,7 @@ class ArrayPlace:
 
         Args:
             formats: stored format of each key.
-            numel: elements of each array, a multiple of `ALIGNMENT`.
+            numel: number of elements of each array, a multiple of `ALIGNMENT`.
             gap: bytes left free behind each key's arrays, a multiple of `_ARRAY_ALIGNMENT`.
         """
         self.formats = formats
@@ -127,15 +127,15 @@ class ArrayPlace:
 
 @functools.lru_cache(maxsize=64)
 def block_place(layout: Layout, numel: int) -> ArrayPlace:
-    """Place of each key in GPU memory that holds ``numel`` elements of a layout, without gaps."""
+    """Byte offsets of the keys of ``numel`` elements in GPU memory, without gaps."""
     return ArrayPlace(layout.formats, numel)
 
 
 def extent_place(layout: Layout, numel: int) -> ArrayPlace:
-    """Place of each key in an extent of ``numel`` elements."""
+    """Byte offsets of the keys in an extent of ``numel`` elements."""
     return ArrayPlace(layout.formats, numel, gap=_ARRAY_ALIGNMENT)
 
 
 def slot_bytes(layout: Layout, extent_numel: int, chunk_bytes: int) -> int:
-    """Bytes of the largest chunk of an extent, whichever of its parameters have gradients."""
+    """Bytes of the largest chunk that an extent can have."""
     return block_place(layout, min(extent_numel, chunk_numel(chunk_bytes, layout.alignment_bytes))).nbytes

@@ -16,10 +16,10 @@ from .param_state import StateHooks
 
 
 class StateMapping(defaultdict[torch.Tensor, StateEntry]):
-    """``optimizer.state``: parameter -> `StateEntry`.
+    """``optimizer.state``: a `StateEntry` for each parameter.
 
-    A missing parameter gets an empty entry, as in torch. Moving an entry to another key
-    (``state[new] = state.pop(old)``) moves everything that belongs to it.
+    Reading a missing parameter adds an empty entry, as in torch. Moving an entry to another key
+    (``state[new] = state.pop(old)``) moves its storage with it.
     """
 
     def __init__(self, hooks: StateHooks) -> None:
@@ -28,7 +28,7 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
         self._hooks = hooks
 
     def __missing__(self, param: torch.Tensor) -> StateEntry:
-        """An empty entry, kept."""
+        """Adds an empty entry."""
         if not isinstance(param, torch.Tensor):
             raise TypeError(f"optimizer.state is kept by parameter, but got {param!r} as a key; pass the tensor itself")
         entry = StateEntry(self._hooks, param)
@@ -37,9 +37,9 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
         return entry
 
     def __setitem__(self, param: torch.Tensor, value: Any) -> None:
-        """Moves an entry here, or copies the tensors of a plain dict into this parameter's storage.
+        """Moves an entry to this key, or copies the tensors of a plain dict into its storage.
 
-        As with torch, the value replaces the present one: keys that a dict lacks start over.
+        As in torch, the value replaces the present one: keys that a dict lacks are reset.
         """
         if isinstance(value, StateEntry) and value is super().get(param):
             return
@@ -93,7 +93,7 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
         return super().popitem()
 
     def clear(self) -> None:
-        """Drops all entries, and with them their storage."""
+        """Drops all entries and their storage."""
         self._about_to_remove()
         super().clear()
 
@@ -112,7 +112,7 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
         return self
 
     def setdefault(self, param: torch.Tensor, default: Any = None) -> StateEntry:
-        """The entry of a parameter; sets ``default`` first where there is none."""
+        """The entry of a parameter; sets ``default`` first if there is none."""
         if param not in self and default is not None:
             self[param] = default
         return self[param]

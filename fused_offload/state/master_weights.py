@@ -16,10 +16,11 @@ _COMPARED_ELEMENTS = 4 * 2**20  # at a time; a multiple of the scale group
 def refresh_master(state: ParamState) -> None:
     """Replaces the master by the parameter wherever the parameter is not the master's rounding.
 
+    Remainders are kept. Only negative remainders of zero parameters become zero: no master has such
+    a pair, and it would join to a NaN.
+
     Args:
-        state: state with an authoritative ``master_param``, updated in place. Remainders are kept,
-            but negative ones of parameters that are zero become zero: no master has such a pair,
-            and joined they would be NaN.
+        state: state with an authoritative ``master_param``, updated in place.
     """
     stored = state.stored(MASTER_PARAM)
     param = state.ordered(local_of(state.param))
@@ -46,18 +47,19 @@ def _refresh_values(stored: Stored, param: torch.Tensor) -> None:
 
 
 def _quantum(stored: Stored) -> torch.Tensor | float:
-    """Distance of neighbouring stored values; storing moves a master by at most half of it."""
+    """Distance of neighbouring stored values; storing changes a master by at most half of it."""
     if stored.scale is None:
         return 0.0
     values = stored.data.float()
     _, exponent = torch.frexp(values)
     exponent = exponent.masked_fill(values == 0, -13)  # frexp gives 0 for zero
-    spacing = torch.exp2((exponent.clamp(min=-13) - 11).float())  # fp16: 11 bits, subnormal below 2^-14
+    # fp16 has 11 bits, and is subnormal below 2^-14.
+    spacing = torch.exp2((exponent.clamp(min=-13) - 11).float())
     return spacing * stored.scale.repeat_interleave(SCALE_GROUP)[: stored.data.numel()]
 
 
 def _half_away(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The master rounded half away from zero, as bfloat16 parameters with remainders are."""
+    """The master rounded to a parameter, half away from zero as beside remainders for bfloat16."""
     if dtype != torch.bfloat16:
         return master.to(dtype)
     bits = master.contiguous().view(torch.int32)

@@ -16,16 +16,16 @@ class MemoryReport:
     """Bytes that an optimizer holds, exactly as allocated.
 
     Attributes:
-        host_bytes: offloaded state in host memory, per state key, scales and alignment included.
-        resident_bytes: state on the parameters' own device, per state key.
-        ring_bytes: GPU staging of the device's ring, shared by all optimizers of the process.
-        work_bytes: GPU work memory of operations on whole parameters, shared likewise.
-        param_numel: elements that have state.
-        pinned: whether all offloaded state is page-locked.
-        numa_nodes: NUMA nodes that offloaded state was requested on, as long as they have room;
-            empty on hosts of one node and where Linux refuses.
+        host_bytes: offloaded state in host memory by state key, with scales and alignment.
+        resident_bytes: state on the parameters' own device by state key.
+        ring_bytes: staging rings on GPUs, shared by all optimizers of the process.
+        work_bytes: work memory of operations on whole parameters on GPUs, shared in the same way.
+        param_numel: number of elements that have state.
+        pinned: True if all offloaded state is page-locked.
+        numa_nodes: NUMA nodes that offloaded state is preferred on; empty on hosts with one node,
+            or if Linux refuses.
         numa_bytes: bytes of offloaded state on each NUMA node, estimated from a sample of its
-            pages; empty on hosts of one node and where Linux does not tell.
+            pages; empty on hosts with one node, or if Linux does not report it.
     """
 
     host_bytes: dict[str, int] = field(default_factory=dict)
@@ -42,10 +42,10 @@ def memory_report(extents: Iterable[Extent], *, ring_bytes: int, work_bytes: int
     """Adds up the bytes of extents by state key.
 
     Args:
-        extents: storage in use.
-        ring_bytes: GPU staging bytes.
+        extents: extents in use.
+        ring_bytes: GPU bytes of staging rings.
         work_bytes: GPU bytes of work memory.
-        param_numel: elements that have state.
+        param_numel: number of elements that have state.
     """
     host: dict[str, int] = {}
     resident: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Stored state of one parameter: its place in an extent, its views, its initial keys."""
+"""Stored state of one parameter: place in an extent, views, initial keys."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .storage import Extent, write_values
 
 
 class StateHooks:
-    """Callbacks into the optimizer that owns the entries, and what all entries note for it.
+    """Callbacks into the optimizer that owns the entries, and notes of the entries for it.
 
     Attributes:
-        wait: waits until the host copy of the state is complete and nobody else writes it.
-        write_step: ``(param, step)``, a caller's step count for the parameter's group.
+        wait: waits until the host copy of the state is complete, and no work in flight writes it.
+        write_step: ``(param, step)``, writes a caller's step count to the parameter's group.
         initialize: ``(param,)``, gives an entry its storage.
-        forget: waits, then drops what would keep the storage of removed entries alive.
-        nonnegative: keys of averages of squares, which no caller may set to negative values.
-        version: counts changes of which storage belongs to which parameter, and values that became
+        forget: waits, then drops references to the storage of entries that are about to be removed.
+        nonnegative: keys of averages of squares, which callers must not set to negative values.
+        version: number that grows when a parameter gets other storage, or when values become
             initial again.
-        lent: whether any view was ever given out, so that someone may move it.
+        lent: True once a view was handed out, so that callers may move views.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class StateHooks:
         forget: Callable[[], None],
         nonnegative: Set[str] = frozenset(),
     ) -> None:
-        """Keeps the callbacks."""
+        """Stores the callbacks."""
         self.wait = wait
         self.write_step = write_step
         self.initialize = initialize
@@ -47,20 +47,20 @@ class StateHooks:
 
 
 class ParamState:
-    """Stored state of one parameter; of a distributed one, that of this rank's part.
+    """Stored state of one parameter, or of this rank's part of a distributed parameter.
 
     Attributes:
         hooks: callbacks into the optimizer.
         param: parameter that the state belongs to.
-        extent: storage, or None without one (also for parameters without elements).
+        extent: storage, or None before there is any, and for parameters without elements.
         start: first element in the extent.
-        bound: whether the parameter got its storage.
+        bound: True once the parameter has its storage.
         shape: the parameter's shape when it got its storage.
         strides: strides of the values: the parameter's at that time, but without gaps.
         formats: stored format of each key, once there is storage.
         views: stored elements of each key, shaped like the parameter, in their stored dtype.
-        initial: keys whose stored values are not authoritative yet: the next step takes zero, and
-            for `MASTER_PARAM` the parameter. The rule's keys are in it together or not at all.
+        initial: keys whose stored values are not authoritative: the next step takes zero instead,
+            and for `MASTER_PARAM` the parameter. Contains all of the rule's keys or none.
     """
 
     def __init__(self, hooks: StateHooks, param: torch.Tensor) -> None:
@@ -86,12 +86,12 @@ class ParamState:
         self._make_initial({*formats, MASTER_PARAM})
         self.views = {}
         for key, format in formats.items():
-            # Without elements the view is on the CPU all the same, where the other views are.
+            # Without elements the view is on the CPU, too, like all others.
             empty = torch.empty(self.shape, dtype=format.dtype, device="cpu") if extent is None else None
             self.views[key] = self._view(key) if empty is None else empty
 
     def unbind(self) -> None:
-        """Gives the storage up."""
+        """Drops the storage."""
         self.extent, self.bound, self.views = None, False, {}
 
     def _view(self, key: str) -> torch.Tensor:
@@ -152,12 +152,17 @@ class ParamState:
         return self.bound and key not in self.initial
 
     def mark_set(self, key: str | None = None) -> None:
-        """Makes values authoritative: the master's, those of all keys of the rule, or all."""
+        """Makes values authoritative.
+
+        Args:
+            key: `MASTER_PARAM` for the master alone, one of the rule's keys for all of these, or
+                None for all keys.
+        """
         kept = frozenset() if key is None else {MASTER_PARAM} if key != MASTER_PARAM else self.rule_keys()
         self.initial &= kept
 
     def fill_master(self) -> None:
-        """Writes the parameter's value into a master that is not authoritative yet; it stays so."""
+        """Writes the parameter into a master that is not authoritative, which it stays."""
         if MASTER_PARAM not in self.views or self.is_set(MASTER_PARAM) or self.extent is None:
             return
         local = local_of(self.param)
@@ -173,7 +178,7 @@ class ParamState:
             write_values(stored, self.ordered(local))
 
     def reset(self) -> None:
-        """Takes the rule's state back to zero; the master stays."""
+        """Resets the rule's state to zero; the master stays."""
         keys = self.rule_keys()
         for key in keys - self.initial if self.extent is not None else ():
             self.stored(key).data.zero_()

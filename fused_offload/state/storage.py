@@ -10,11 +10,11 @@ from fused_offload.memory.pinned import PinnedSlab
 from fused_offload.state.layout import Layout, extent_place
 
 _ENCODED_ELEMENTS = 2**20
-"""Elements encoded at a time; bounds the temporary memory of loads."""
+"""Number of elements to encode at a time; bounds the temporary memory of loads."""
 
 
 def write_values(stored: Stored, values: torch.Tensor) -> None:
-    """Encodes ``[numel]`` values of any float dtype and device, a bounded part at a time."""
+    """Encodes ``[numel]`` values of any float dtype and device, in parts of bounded size."""
     device = stored.data.device
     for start in range(0, values.numel(), _ENCODED_ELEMENTS):
         part = values[start : start + _ENCODED_ELEMENTS].to(device, torch.float32)
@@ -25,20 +25,20 @@ class Extent:
     """Consecutive state of parameters of one layout, zero-filled at first.
 
     Attributes:
-        layout: common properties of its parameters.
-        numel: elements, a multiple of `ALIGNMENT`.
+        layout: common properties of the parameters.
+        numel: number of elements, a multiple of `ALIGNMENT`.
         place: byte offsets of the arrays in the memory.
         nbytes: bytes of the memory.
-        stored: each key's arrays.
-        slab: host memory behind it, or None if resident on a device.
+        stored: arrays of each key.
+        slab: host memory of the extent, or None if it is resident on a device.
     """
 
     def __init__(self, layout: Layout, numel: int, *, pin: bool) -> None:
         """Allocates the memory.
 
         Args:
-            layout: common properties of its parameters.
-            numel: elements, a multiple of `ALIGNMENT`, at least one.
+            layout: common properties of the parameters.
+            numel: number of elements, a multiple of `ALIGNMENT`, at least one.
             pin: page-lock host memory.
 
         Raises:
@@ -69,9 +69,9 @@ class Extent:
     def view(self, key: str, start: int, numel: int) -> torch.Tensor:
         """``[numel]`` stored elements of one key, as a tensor with a torch storage of its own.
 
-        Saving, pickling or copying a tensor takes its whole storage. This storage is one element
-        longer than the view: checkpoint writers keep references to CPU tensors that fill their
-        storage, and clone others.
+        Saving, pickling or copying a tensor takes its whole storage. The storage is one element
+        longer than the view, since checkpoint writers keep references to CPU tensors that fill
+        their storage, and clone others.
 
         Args:
             key: state key.

@@ -1,4 +1,4 @@
-"""Storage of one optimizer: layouts, host or device, and one extent for many parameters."""
+"""The state store: which parameters are offloaded, and where their state is."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _state_bytes(param: torch.Tensor, formats: Mapping[str, Format]) -> int:
 
 
 def _numels(params: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> dict[Layout, int]:
-    """Elements that the parameters of each layout take."""
+    """Number of elements that the parameters of each layout take."""
     numels: dict[Layout, int] = {}
     for param, layout in zip(params, layouts, strict=True):
         numels[layout] = numels.get(layout, 0) + align(_numel(param))
@@ -39,7 +39,9 @@ def _numels(params: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> dict[L
 
 
 class _Place(NamedTuple):
-    param: torch.Tensor  # keeps the id that the place is filed under from being reused
+    """Storage that is reserved for one parameter."""
+
+    param: torch.Tensor  # keeps its id, the key of `_reserved`, from being reused
     extent: Extent
     start: int
     numel: int
@@ -67,7 +69,7 @@ class StateStore:
         Args:
             config: fraction and pinning.
             hooks: callbacks of entries into the optimizer.
-            formats: returns a function from a parameter to the stored format of each of its keys.
+            formats: returns a function that gives the stored format of each key of a parameter.
         """
         self.config = config
         self.state = StateMapping(hooks)
@@ -106,7 +108,7 @@ class StateStore:
             )
 
     def planned(self, known: Sequence[torch.Tensor]) -> list[tuple[Layout, int]]:
-        """Layout and elements of every extent, once all known parameters have their storage.
+        """Layout and number of elements of every extent, once all known parameters have storage.
 
         Args:
             known: all parameters that will need storage, in group order.
@@ -119,11 +121,11 @@ class StateStore:
         """Gives every wanted parameter its storage.
 
         Storage is laid out for all known parameters at once, in their order. So the state of a
-        layout lies together, in whatever order parameters are requested.
+        layout is consecutive, whatever the order of requests.
 
         Args:
             wanted: parameters that need storage now.
-            known: all parameters that will need it, in group order, the wanted ones among them.
+            known: all parameters that will need storage, in group order, with the wanted ones.
 
         Raises:
             RuntimeError: if the host has too little memory; nothing is changed.
@@ -131,7 +133,7 @@ class StateStore:
         new = [param for param in wanted if not self._is_bound(param)]
         if not new:
             return
-        for param in new:  # a parameter may have been replaced in place since it got its place
+        for param in new:  # a parameter may have changed since storage was reserved for it
             place = self._reserved.get(id(param))
             if place is not None and not place.fits(param):
                 del self._reserved[id(param)]
@@ -146,8 +148,8 @@ class StateStore:
 
     def _is_bound(self, param: torch.Tensor) -> bool:
         state = self.stored_of(param)
-        # An empty parameter needs no storage, until it gets elements (sharding frees and restores
-        # parameters so).
+        # A parameter without elements needs no storage until it gets elements, as when sharding
+        # frees and restores it.
         return state is not None and state.bound and (state.extent is not None or not _numel(param))
 
     def _reserve(self, params: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
@@ -186,7 +188,7 @@ class StateStore:
         return not layout.resident or layout.device.type == "cpu"
 
     def _layouts(self, params: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[Layout]:
-        """Layout of each new parameter; offloads until ``fraction`` of all state is offloaded."""
+        """Layout of each new parameter. Offloads until ``fraction`` of all state is offloaded."""
         formats_of = self._formats()
         sizes = {id(param): _state_bytes(param, formats_of(param)) for param in (*known, *params)}
         target = self.config.fraction * sum(sizes.values())
@@ -206,7 +208,7 @@ class StateStore:
         return state is not None and state.extent is not None and not state.extent.layout.resident
 
     def rehome(self) -> None:
-        """Copies values back into storage whose views a caller pointed elsewhere."""
+        """Copies values back into storage if their views were moved; see `StateEntry.rehome`."""
         for entry in self.state.values():
             if entry.storage.bound:
                 entry.rehome()
@@ -214,18 +216,20 @@ class StateStore:
         self._view_addresses = addresses_of(self._views)
 
     def rehome_moved(self) -> None:
-        """Runs `rehome` if the address of any view has changed. No entry was added meanwhile."""
-        # Only a holder of a view can move it, and a run that reads no state should not look at
-        # thousands of them.
+        """Runs `rehome` if the address of any view has changed since the last run.
+
+        No entry may have been added since then.
+        """
+        # Only a caller with a view can move it. Without one, the addresses need not be compared.
         if self._hooks.lent and not np.array_equal(self._view_addresses, addresses_of(self._views)):
             self.rehome()
 
     def views_version(self) -> int:
-        """Sum of the views' versions in torch, which changes when a view is written in place."""
+        """Sum of torch's version counters of the views, which changes when a view is written."""
         return sum(view._version for view in self._views)
 
     def forget_views(self) -> None:
-        """Drops the views of `rehome_moved`, which would keep removed storage alive."""
+        """Drops the views that `rehome_moved` compares, so that removed storage is freed."""
         self._views, self._view_addresses = [], addresses_of([])
 
     def close(self) -> None:

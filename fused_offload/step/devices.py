@@ -1,4 +1,4 @@
-"""The devices that one optimizer's parameters live on, and the operations that combine them."""
+"""The devices of one optimizer's parameters, and everything that combines them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Devices:
     """Pipelines of CUDA devices, and the CPU beside them.
 
     Attributes:
-        pipelines: pipeline of each CUDA device, made when the first parameter on it is stepped.
+        pipelines: pipeline of each CUDA device, made when it is first needed.
     """
 
     def __init__(self, config: OffloadConfig) -> None:
@@ -47,10 +47,10 @@ class Devices:
             pipeline = self.pipelines[device] = Pipeline(device, self._config)
         return pipeline
 
-    # -- steps -------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------
 
     def prepare(self, plan: StepPlan, inputs: StepInputs) -> list[tuple[Pipeline, PreparedStep]]:
-        """Does everything of a step that can fail.
+        """Does all of a step that can fail.
 
         The caller holds `ENQUEUE_LOCK` until `enqueue` has returned.
 
@@ -68,7 +68,7 @@ class Devices:
         return prepared
 
     def begin_step(self, *, has_more_parts: bool) -> None:
-        """Begins a step, or the next part of the one that is open.
+        """Begins a step, or the next part of an open one.
 
         Args:
             has_more_parts: keep the step open for another part.
@@ -80,7 +80,7 @@ class Devices:
         self._step_is_open = has_more_parts
 
     def end_step(self) -> None:
-        """Closes a step whose last part is not going to come."""
+        """Closes an open step that gets no further part."""
         self._step_is_open = False
 
     def enqueue(self, prepared: Sequence[tuple[Pipeline, PreparedStep]]) -> None:
@@ -108,11 +108,11 @@ class Devices:
                 run()
 
     def compute_queue(self, device: torch.device) -> Hashable:
-        """The queue in which a step would run its kernels now; None on the CPU."""
+        """The stream that a step would run its kernels on now, for comparison; None on the CPU."""
         return None if device == _CPU else current_queue(device)
 
     def pending_skips(self) -> int:
-        """Steps of which the host does not know yet whether the device skipped them."""
+        """Number of pending steps."""
         return max([pipeline.skips.pending for pipeline in self.pipelines.values()], default=0)
 
     def last_step_report(self) -> StepReport | None:
@@ -129,13 +129,13 @@ class Devices:
                 break
         return self._report
 
-    # -- GPU memory --------------------------------------------------------------------------------------------
+    # -- GPU memory --------------------------------------------------------------------------------
 
     def reserve(self, extents: Sequence[tuple[Layout, int]], phases: Sequence[Phase]) -> None:
-        """Takes the staging for state that streams; see `Pipeline.reserve`.
+        """Allocates the rings for state that streams; see `Pipeline.reserve`.
 
         Args:
-            extents: layout and elements of each extent.
+            extents: layout and number of elements of each extent.
             phases: phases of the rule.
         """
         streamed = [(layout, n) for layout, n in extents if not layout.resident and layout.device != _CPU]
@@ -144,12 +144,12 @@ class Devices:
             self._pipeline(device).reserve(here, phases)
 
     def note_call(self) -> None:
-        """Notes the beginning of a step, or of a part of one, for its report."""
+        """Records the beginning of a step or a part, for its report."""
         for pipeline in self.pipelines.values():
             pipeline.note_call()
 
     def prefetch(self, blocks: Sequence[WindowBlock]) -> None:
-        """Starts to load blocks of state; see `Window.prefetch`.
+        """Enqueues the prefetch of blocks; see `Window.prefetch`.
 
         Args:
             blocks: blocks to load, in order.
@@ -164,11 +164,11 @@ class Devices:
                 self._pipeline(device).prefetch_host_seconds += time.perf_counter() - began
 
     def window(self) -> tuple[WindowBlock, ...]:
-        """Blocks of state that are on a GPU or on their way there."""
+        """Blocks that are on a GPU or on their way there."""
         return tuple([block for pipeline in self.pipelines.values() for block in pipeline.window.blocks])
 
     def prefetch_seconds(self) -> float | None:
-        """Time of the last prefetch from its first to its last copy, once it is known."""
+        """Time from the first to the last copy of the last prefetch that has completed, or None."""
         seconds = [pipeline.window.seconds() for pipeline in self.pipelines.values()]
         return max([known for known in seconds if known is not None], default=None)
 
@@ -178,33 +178,33 @@ class Devices:
             pipeline.window.cancel()
 
     def allocators(self) -> list[dict[str, Any]]:
-        """Statistics of torch's allocator on the devices in use, without those that keep none."""
-        # Nested, as torch keeps them: memory_allocated first sorts all into a flat dictionary.
+        """Statistics of torch's allocator on the devices in use that have any."""
+        # As nested dictionaries: torch needs longer to make flat ones.
         stats = [torch.cuda.memory_stats_as_nested_dict(device) for device in self.pipelines]
         return [known for known in stats if known]
 
     def ring_bytes(self) -> int:
-        """GPU staging bytes of the devices in use."""
+        """Bytes of the rings of the devices in use."""
         return sum(pipeline.queues.ring.nbytes for pipeline in self.pipelines.values())
 
     def work_bytes(self) -> int:
-        """GPU work memory of the devices in use."""
+        """Bytes of work memory on the devices in use."""
         return sum(pipeline.queues.ring.work_bytes for pipeline in self.pipelines.values())
 
     def wait(self) -> None:
-        """Waits on the host until all state is written back."""
+        """Waits until all state is written back."""
         with profiler_range("wait"):
             for pipeline in self.pipelines.values():
                 pipeline.wait()
 
     def release(self) -> None:
-        """Gives the staging of all devices back."""
+        """Frees the rings and windows of all devices."""
         for pipeline in self.pipelines.values():
             pipeline.window.cancel()
             pipeline.queues.release()
 
     def close(self) -> None:
-        """Waits and drops everything on the devices."""
+        """Waits, and drops the pipelines of all devices."""
         self.wait()
         self.pipelines.clear()
 

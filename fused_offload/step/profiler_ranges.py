@@ -23,25 +23,26 @@ class _Marked:
         self._mark.__enter__()
 
     def __exit__(self, *error: object) -> None:
-        # torch asserts that a profiler which is on now was on at the beginning, but one can be
-        # started from outside, or in another thread, at any time.
+        # torch asserts that a profiler that is on now was on at the beginning. But one can be
+        # started from outside or in another thread at any time.
         with suppress(RuntimeError):
             self._mark.__exit__(*error)
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """Marks what runs inside as ``FusedOffloadAdam::<name>``.
+    """Context that marks its operations as ``FusedOffloadAdam::<name>`` for profilers.
 
     While one of torch's profilers is on, this is `torch.profiler.record_function`, which marks
-    kernels on the GPU, too. While they are off, that would still take the host 11 us, several times
-    a step, and small steps take less than a millisecond. So it is then the range of torch's
-    compiled code, which takes 2 us (one CPU, torch 2.13) and is still seen by profilers from
-    outside.
+    kernels on the GPU, too. While they are off, that would still take 11 us of host time, several
+    times a step, although small steps take less than a millisecond. So it is then the range that
+    torch's compiled code uses, which takes 2 us (one CPU, torch 2.13). Profilers from outside see
+    that as well.
 
     Args:
         name: name of the phase.
     """
     full_name = f"FusedOffloadAdam::{name}"
-    if getattr(profiler, "_is_profiler_enabled", True) or torch.compiler.is_compiling():  # which knows only that one
+    # The compiler knows only record_function.
+    if getattr(profiler, "_is_profiler_enabled", True) or torch.compiler.is_compiling():
         return profiler.record_function(full_name)
     return _Marked(full_name)

@@ -13,22 +13,21 @@ class StepReport:
     """One step, with the prefetch before it and the write-back behind it. GB is 1e9 bytes.
 
     Attributes:
-        exposed_ms: from the call of ``step()``, as the caller's stream reaches it, to the last
-            kernel, for which training waits. Where that stream was idle, as after reading the
-            gradient norm, the host time of the step is part of it. So are the kernels themselves,
-            as they are where all state is on the GPU. Not part of it is what copies slow down other
-            kernels.
-        bytes_to_device: state that was prefetched or streamed in.
+        exposed_ms: time on the caller's stream from the call of ``step()`` to the last kernel, for
+            which training waits. It includes the kernels themselves, which also run if all state is
+            on the GPU. It includes the host time of the step if the stream was idle, as after
+            reading the gradient norm. The slowdown of other kernels by copies is not included.
+        bytes_to_device: state that was prefetched or streamed to the device.
         bytes_to_host: state that was written back.
-        to_device_gbps: those bytes over the time in which they were under way, or None if there
-            were none. Under backward and forward passes the time includes what the copies wait for
+        to_device_gbps: ``bytes_to_device`` over the time that these copies took, or None if there
+            were none. Under backward and forward passes the time includes waits of the copies for
             each other and for memory.
-        to_host_gbps: the same towards the host.
+        to_host_gbps: ``bytes_to_host`` over the time that these copies took, or None.
         window_bytes: GPU bytes of the window when the step began.
         prefetched_share: share of ``bytes_to_device`` that was prefetched, 0 to 1.
-        link_share: the greater of both speeds over what plain copies in both directions at once
-            reach, as ``fused-offload tune`` measured it; None where it did not, or nothing was
-            moved.
+        link_share: the greater of both speeds, as a share of the speed of plain copies both ways
+            at once that ``fused-offload tune`` measured. None without that measurement, or if
+            nothing was moved.
         host_ms: host time of ``step()`` and of the prefetches before it, exposed or not.
     """
 
@@ -58,10 +57,10 @@ class StepReport:
 
 
 def report_of(parts: Sequence[StepMarks], link_gbps: float | None) -> StepReport:
-    """Reads the events of a step on one device, which must have happened.
+    """Report of a step on one device, whose events must have happened.
 
     Args:
-        parts: the step, or what it was enqueued in, one part after the other.
+        parts: the step's parts, in order.
         link_gbps: speed of plain copies each way, both ways at once, or None if unknown.
     """
     prefetched = [span for part in parts for span in part.prefetched]
@@ -84,7 +83,7 @@ def report_of(parts: Sequence[StepMarks], link_gbps: float | None) -> StepReport
 
 
 def combined(reports: Sequence[StepReport]) -> StepReport | None:
-    """One step on several devices at once: bytes and speeds add up, the longest time counts."""
+    """Report of one step on several devices: sums of bytes and speeds, and the longest times."""
     if len(reports) <= 1:
         return reports[0] if reports else None
     to_device = sum(report.bytes_to_device for report in reports)

@@ -1,4 +1,4 @@
-"""One step from groups and gradients to enqueued work."""
+"""The stepper: the phases of a step, in order."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Stepper:
         devices: pipelines of the devices in use.
         planner: makes plans.
         failure: reason to refuse steps and state dicts, or None. Steps and loads set it at their
-            first change and clear it when all of them are made.
+            first change, and clear it after the last.
     """
 
     def __init__(self, config: OffloadConfig, hooks: StateHooks, store: StateStore) -> None:
-        """Knows no parameters yet."""
+        """Starts without parameters."""
         self.devices = Devices(config)
         self.planner = Planner(config)
         self._config = config
@@ -51,7 +51,7 @@ class Stepper:
         self._counted_skips = 0
 
     def reconfigure(self, config: OffloadConfig) -> None:
-        """Takes another configuration from the next step on; storage stays as it is.
+        """Uses another configuration from the next step on; storage stays as it is.
 
         Args:
             config: the configuration.
@@ -76,9 +76,10 @@ class Stepper:
 
         Args:
             param_groups: the optimizer's groups.
-            rule: the arithmetic.
+            rule: the update rule.
             decoupled_grad: read ``decoupled_grad`` instead of ``grad``.
-            given: gradients by the ``id`` of their parameter, if not those on the parameters.
+            given: gradients by the ``id`` of their parameter, in the place of those on the
+                parameters.
 
         Raises:
             TypeError: for values that cannot be parameters or gradients.
@@ -92,10 +93,10 @@ class Stepper:
         return updates
 
     def prefetch(self, window_bytes: int) -> None:
-        """Starts to bring state to the GPU for the next step.
+        """Enqueues the prefetch of state for the next step.
 
         Args:
-            window_bytes: GPU bytes that state may take, with blocks that are loaded already.
+            window_bytes: most GPU bytes of the window, with the blocks that are loaded already.
         """
         if not self.devices.window():
             self._store.rehome_moved()
@@ -109,15 +110,15 @@ class Stepper:
         self.devices.prefetch(chosen)
 
     def prefetch_more(self, more_bytes: int) -> None:
-        """`prefetch` with a limit on the blocks that it adds.
+        """`prefetch`, with a limit on the added blocks.
 
         Args:
-            more_bytes: GPU bytes beside those of blocks that are loaded.
+            more_bytes: most GPU bytes of the added blocks.
         """
         self.prefetch(sum(block.nbytes for block in self.devices.window()) + more_bytes)
 
     def window_seconds(self, assumed_bytes_per_s: float) -> float:
-        """Time of the last window's copy to the GPU, or of all state's at an assumed rate."""
+        """Time of the last prefetch; before a first one, that of all state at an assumed speed."""
         measured = self.devices.prefetch_seconds()
         if measured is not None:
             return measured
@@ -145,17 +146,17 @@ class Stepper:
 
         Args:
             param_groups: the optimizer's groups; ``step`` is updated.
-            updates: gradients, from `observe`.
-            scaler: a gradient scaler's requests.
-            rule: the arithmetic.
-            wanted: parameters that get state, asked for only when something changed.
-            part: number of this part of a step, if another one follows. Only the last one counts
-                the step.
+            updates: result of `observe`.
+            scaler: a gradient scaler's signals.
+            rule: the update rule.
+            wanted: returns the parameters that get state; called only if parameters have changed.
+            part: number of this part if another one follows, else None. The step is counted with
+                its last part only.
             done: called as the last change.
         """
-        # Without a signal, the kernel takes its step's number from the host. Behind a first step,
-        # the host decides whether the parameter is still the master, which a rounded copy may
-        # differ from.
+        # Wait without a scaler's signal, since the kernel then takes the step number from the host.
+        # Wait behind a first step, since the host then decides whether the master is set, or the
+        # parameter is still its own master.
         self._settle_skips(param_groups, wait=scaler.found_inf is None or bool(self._unconfirmed))
         entries = self._ready_entries(updates, wanted)
         plan = self._plan(updates, entries, rule, part)
@@ -163,7 +164,7 @@ class Stepper:
         try:
             with ENQUEUE_LOCK:
                 prepared = self.devices.prepare(plan, inputs)
-                self.failure = "it was interrupted"  # from the first change to the last
+                self.failure = "it was interrupted"
                 if part is None:
                     _count_step(param_groups)
                 self.devices.begin_step(has_more_parts=part is not None)
@@ -180,10 +181,10 @@ class Stepper:
             raise
 
     def _plan(self, updates: Updates, entries: list[ParamState], rule: UpdateRule, part: int | None) -> StepPlan:
-        """Chunks of the step; a prefetch that may be out of date is discarded before."""
+        """Plan of the step. Discards a prefetch that may be out of date."""
         window = self.devices.window()
         if window and self._store.views_version() != self._prefetched_version:
-            self.devices.cancel_prefetch()  # somebody wrote to a view that was handed out before
+            self.devices.cancel_prefetch()  # the caller wrote to a view that was handed out before
             window = ()
         planner = self.planner if part is None else self._part_planner(part)
         return planner.plan(updates, entries, rule.phases, self._hooks.version, window)
@@ -209,15 +210,15 @@ class Stepper:
             self._unconfirmed += plan.initial
 
     def _part_planner(self, part: int) -> Planner:
-        """Plans of each part are kept apart: a step has more parts than one planner keeps plans."""
+        """Planner of one part. A step may have more parts than one planner keeps plans."""
         while len(self._part_planners) <= part:
             self._part_planners.append(Planner(self._config))
         return self._part_planners[part]
 
     def _ready_entries(self, updates: Updates, wanted: Callable[[], list[torch.Tensor]]) -> list[ParamState]:
         """State of each update, with its storage."""
-        # Not only if this step saw a change: an earlier one may have seen it and then been refused
-        # or skipped.
+        # Not only if this step saw a change: an earlier step may have seen it, and then been
+        # refused or skipped.
         known = self._entries if self._entries_made_for == (self._watch.generation, self._hooks.version) else None
         if known is None or (
             self._some_without_entry and any(known[position] is None for position in updates.positions)
@@ -235,8 +236,7 @@ class Stepper:
 
     def _check_entries(self, updates: Updates, rule: UpdateRule) -> None:
         if self._entries_made_for != (self._watch.generation, self._hooks.version):
-            # Of all parameters: one without a gradient now may have one in a later step, which does
-            # not look again.
+            # All parameters are checked: later steps, in which others have gradients, check none.
             misfits = [
                 self._misfit(param, group, rule)
                 for param, group in zip(self._watch.params, self._watch.groups, strict=True)
@@ -247,7 +247,7 @@ class Stepper:
                 raise RuntimeError(self._misfits[position])
 
     def _misfit(self, param: torch.Tensor, group: int, rule: UpdateRule) -> str | None:
-        """Why a parameter cannot be stepped, or None."""
+        """Reason why a parameter cannot be stepped, or None."""
         try:
             rule.check_param(param)
         except RuntimeError as error:
@@ -280,7 +280,7 @@ class Stepper:
             wait: for the outcome of every step.
         """
         counters = [pipeline.skips for pipeline in self.devices.pipelines.values()]
-        # Devices only skip on their own where all parameters are on one.
+        # A sum, since devices skip by themselves only if all parameters are on one of them.
         known = sum([counter.learn(wait=wait) for counter in counters])
         if known > self._counted_skips:
             before, self.failure = self.failure, self.failure or "step counts were being corrected"
@@ -289,20 +289,19 @@ class Stepper:
             self._counted_skips = known
             self.failure = before
         if self._unconfirmed and not self.devices.pending_skips():
-            # Every step after a first one waits for its outcome, so the first one is the last that
-            # is known.
+            # Every step behind a first one waits for its outcome, so that is the latest known one.
             if any(counter.last_was_skipped for counter in counters):
                 for entry in self._unconfirmed:
                     entry.forget_initial_state()
             self._unconfirmed.clear()
 
     def wait(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Waits until the host copy of the state is complete and all skipped steps are known."""
+        """Waits until the host copy of the state is complete and no step is pending."""
         self.devices.wait()
         self._settle_skips(param_groups)
 
     def forget_entries(self) -> None:
-        """Drops plans, views and entries, which would keep the storage of removed entries alive."""
+        """Drops references to storage, so that the storage of removed entries is freed."""
         self.planner.forget()
         self._part_planners.clear()
         self._store.forget_views()
