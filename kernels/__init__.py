@@ -1,7 +1,7 @@
-"""Kernels of fused-offload: the fused Adam update, its stored formats and its specification.
+"""Arithmetic of fused-offload: stored formats, and each rule's specification and fused kernel.
 
-The folder ``kernels/`` is installed as ``fused_offload.kernels``. It knows Triton and dtypes, and
-nothing of ``torch.optim``, streams or Megatron.
+The folder ``kernels/`` is installed as ``fused_offload.kernels``. It uses torch and Triton, and
+imports no other room.
 """
 
 if __name__ == "kernels":

@@ -1,6 +1,6 @@
 """Stored formats of optimizer state: encoding and decoding of fp32 values in plain torch.
 
-``formats_triton.py`` holds the same conversions as Triton helpers; both give the same bits.
+``formats_triton.py`` has the same conversions as Triton helpers, which give the same bits.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ Whole = TypeVar("Whole", int, np.ndarray)
 """A whole number, or an int64 array of them."""
 
 SCALE_GROUP = 128
-"""Elements that share one scale. Segments start and are cut at multiples of it, so no chunk splits
-a scale group."""
+"""Number of elements that share one scale. Segments start and are cut at multiples of it, so no
+chunk splits a scale group."""
 
-_FP16_TOP_EXPONENT = 14  # a group's largest magnitude, rounded, is in [2^14, 2^15), below 65504
-_HALF_FP16_ULP = 0x1000  # in bits of fp32: carries into the exponent where rounding to fp16 would
+_FP16_TOP_EXPONENT = 14  # a group's largest rounded magnitude is in [2^14, 2^15), below 65504
+_HALF_FP16_ULP = 0x1000  # in bits of fp32; carries into the exponent if rounding to fp16 does
 _FP16_SMALLEST = 2.0**-24  # smallest positive fp16 number
 
 _INFINITY = 0x7F800000  # bits of fp32
 _ROOT8_TOP = 127  # largest code; its value is the scale
-_ROOT8_INVERSE = 6.200012e-05  # of its square, in float32, by which it is exactly 1
+_ROOT8_INVERSE = 6.200012e-05  # float32 inverse of the top code's square; their product is 1
 _ROOT8_NAN = 128
 _LOG8_TOP = 253  # largest code of a finite value
 _LOG8_INFINITY = 254
@@ -35,21 +35,20 @@ _NEAREST = 0x80000000  # a threshold in the middle: rounds to the nearest
 
 
 class Format(NamedTuple):
-    """Storage of one state key.
+    """How the elements of one state key are stored.
 
     Attributes:
-        name: name in the kernel, a compile-time constant there.
+        name: name of the format in kernels, a compile-time constant there.
         dtype: dtype of the stored elements.
-        scaled: each group of `SCALE_GROUP` elements has 32 bits beside it, its scale.
+        scaled: each group of `SCALE_GROUP` elements has a scale, 32 bits that are stored apart.
         keep_nonzero: a positive value never becomes zero. Set for second moments: ``exp_avg_sq ==
             0`` with ``exp_avg != 0`` would make the update ``exp_avg / eps``.
         stochastic: a step rounds to either neighbour, to the nearer one more often, so that nothing
-            is lost on average; see `rounding_thresholds`. Values from outside a step are rounded to
-            the nearest.
-        needs_param: elements complement the bfloat16 parameter beside them, and have no values
-            without it.
+            is lost on average; see `rounding_thresholds`. Values from outside of a step are rounded
+            to the nearest.
+        needs_param: elements have values only together with the bfloat16 parameter.
         half_step: largest share of a value that rounding to the nearest takes away: half the
-            distance between 1 and the next number. 0 where steps lose nothing.
+            distance between 1 and the next number. 0 if steps lose nothing.
     """
 
     name: str
@@ -62,12 +61,12 @@ class Format(NamedTuple):
 
     @property
     def value_dtype(self) -> torch.dtype:
-        """dtype in which values are read and written: float32, or that of the elements."""
+        """The dtype of values that are read and written: float32, or int16 for remainders."""
         return self.dtype if self.needs_param else torch.float32
 
     @property
     def is_coded(self) -> bool:
-        """True if elements are codes, which nobody can compute with."""
+        """True if elements are codes, which no arithmetic applies to."""
         return self.scaled and not self.dtype.is_floating_point
 
     @property
@@ -89,25 +88,26 @@ REMAINDER = Format("remainder", torch.int16, needs_param=True)
 ROOT8 = Format("root8", torch.uint8, scaled=True, stochastic=True)
 """8 bits for first moments: sign and fourth root, in 127 steps.
 
-The byte is a two's complement number ``c`` of the value ``sign(c) * (c / 127)**4 * scale``, where
-the scale is the group's largest magnitude. -128 is NaN, which an infinity becomes too. Neighbours
-are 3 % apart at the largest magnitude, 10 % at a hundredth and 30 % at a ten-thousandth of it."""
+The byte is a two's complement number ``c``, and its value is ``sign(c) * (c / 127)**4 * scale``.
+The scale is the group's largest magnitude. -128 is NaN; infinities are stored as NaN, too.
+Neighbours are 3 % apart at the largest magnitude, 10 % at a hundredth and 30 % at a ten-thousandth
+of it."""
 LOG8 = Format("log8", torch.uint8, scaled=True, keep_nonzero=True, stochastic=True)
 """8 bits for second moments: 253 successive numbers of a floating point grid.
 
-The grid is that of float32 numbers whose lowest ``shift`` bits are zero, with 3 to 7 bits of
-mantissa. Each group takes the finest shift of 20 to 16 whose range reaches from its largest to its
-smallest positive value. With 20 the range spans 32 binary orders, and smaller values are raised to
-its lower end. The scale's bits hold ``shift`` and, above it, the number below the range. The grid
-does not move with the largest value, so the others are not rounded anew at every step. Code 0 is
-zero, 254 infinity and 255 NaN, which a negative value becomes too."""
+The grid consists of the float32 numbers whose lowest ``shift`` bits are zero, which have 3 to 7
+bits of mantissa. Each group uses the finest shift from 20 to 16 whose range contains all of its
+positive values. With a shift of 20 the range spans 32 binary orders, and smaller values are raised
+to its lower end. The scale's bits contain ``shift`` and, above it, the number below the range. The
+grid does not depend on the largest value, so a change of it does not round the others again. Code 0
+is zero, 254 is infinity, and 255 is NaN; negative values are stored as NaN, too."""
 
 
 class Stored(NamedTuple):
-    """A run of stored elements.
+    """Consecutive stored elements.
 
     Attributes:
-        format: how the elements are stored.
+        format: format of the elements.
         data: ``[numel]`` of ``format.dtype``, contiguous.
         scale: ``[ceil(numel / SCALE_GROUP)]`` float32 if ``format.scaled``, else None.
     """
@@ -129,9 +129,9 @@ class Rounding(NamedTuple):
     """Position in the random numbers of stochastic rounding.
 
     Attributes:
-        seed: seed of the run, in [0, 2^31).
-        step: number of the step, from 1.
-        counter: `rounding_counter` of the first element; the next elements have the next numbers.
+        seed: seed of the training run, in [0, 2^31).
+        step: number of the step, counted from 1.
+        counter: `rounding_counter` of the first element; counters of the next elements follow.
     """
 
     seed: int
@@ -140,7 +140,7 @@ class Rounding(NamedTuple):
 
 
 def rounding_counter(parameter: Whole, offset: Whole) -> Whole:
-    """Number of an element within its optimizer, from which its random numbers are made.
+    """Number of an element within its optimizer, of which its random numbers are a hash.
 
     Args:
         parameter: number of the parameter within the optimizer, below 2^23.
@@ -151,7 +151,7 @@ def rounding_counter(parameter: Whole, offset: Whole) -> Whole:
 
 
 def _mix(bits: Any) -> Any:
-    """Hash of 32 bits, in a Python int or int64 tensor (Wellons' lowbias32)."""
+    """Hash of 32 bits in a Python int or an int64 tensor (Wellons' lowbias32)."""
     bits = bits ^ (bits >> 16)
     bits = (bits * 0x7FEB352D) & _MASK32
     bits = bits ^ (bits >> 15)
@@ -160,21 +160,22 @@ def _mix(bits: Any) -> Any:
 
 
 def rounding_thresholds(rounding: Rounding, numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Thresholds of the first and the second moment: a value is rounded up where they carry.
+    """Random thresholds for rounding the first and the second moment.
 
-    The part that is rounded off is added to ``threshold / 2^32``, in units of the last place.
+    A value is rounded up if the part to be rounded off and ``threshold / 2^32``, both in units of
+    the last place, add up to at least 1.
 
     The generator is counter-based. Seed, parameter and step are hashed to a key of 64 bits, and
     each element hashes the sum of that key and its offset. So thresholds of successive steps are
     independent, and rounding is right on average for any sequence of gradients. A threshold that
-    depended on earlier ones would be correlated with the moment, which those have rounded.
+    depended on earlier ones would be correlated with the moment that these have rounded.
 
     Both moments share one hash: the first uses its upper 16 bits, the second its lower 20. Four
-    bits belong to both; they are the last that decide for the first moment.
+    bits are in both; they are the least significant ones of the first moment's threshold.
 
     Args:
         rounding: position in the random numbers.
-        numel: elements.
+        numel: number of elements.
         device: device of the results.
 
     Returns:
@@ -191,8 +192,8 @@ def rounding_thresholds(rounding: Rounding, numel: int, device: torch.device) ->
 
 
 def _encode_fp16(rows: torch.Tensor, keep_nonzero: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    # Infinities and NaNs keep their own value and do not count for the scale. The scale is that of
-    # the largest magnitude after rounding, so that decoded values encode to the same bits again.
+    # Infinities and NaNs keep their value, and do not affect the scale. The scale follows the
+    # largest magnitude after rounding, so that decoded values encode to the same bits again.
     absmax = torch.where(torch.isfinite(rows), rows.abs(), 0.0).amax(dim=1)
     exponent = (((absmax.view(torch.int32) + _HALF_FP16_ULP) >> 23) - _FP16_TOP_EXPONENT).clamp_(min=1)
     scale, inverse = (exponent << 23).view(torch.float32), ((254 - exponent) << 23).view(torch.float32)
@@ -219,7 +220,7 @@ def _encode_root8(rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[t
     below = (root * float(_ROOT8_TOP)).to(torch.int32).clamp_(max=_ROOT8_TOP - 1)
     low = _root8_units(below)
     step = _root8_units(below + 1) - low
-    # In 2^16 parts, so that a decoded value is exactly its own code again, whatever the threshold.
+    # In 2^16 parts, so that a decoded value gives exactly its own code for any threshold.
     parts = torch.as_tensor((_MASK32 - thresholds) >> 16, device=rows.device).to(torch.float32) + 0.5
     code = below + ((quotient - low) * 65536.0 >= parts * step)
     code = torch.where(rows < 0, -code, code)
@@ -227,7 +228,7 @@ def _encode_root8(rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[t
 
 
 def _log8_shift(highest: torch.Tensor, lowest: torch.Tensor) -> torch.Tensor:
-    """Finest shift whose range holds both, given as int32 bits, after rounding either way."""
+    """Finest shift whose range contains both values, as int32 bits, rounded up or down."""
     shift = torch.full_like(highest, _LOG8_SHIFTS[0])
     for finer in _LOG8_SHIFTS[1:]:
         steps = ((highest + (1 << finer) - 1) >> finer) - (lowest >> finer)
@@ -250,7 +251,7 @@ def _encode_log8(rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[to
     below = (ceiling - _LOG8_TOP).clamp_(min=0)
     index = (bits + (thresholds >> (32 - shift.to(torch.int64))).to(torch.int32)) >> shift
     rounded = torch.minimum(torch.maximum(index, below + 1), largest) << shift
-    # Once more: rounded values may fit a finer range, and must encode to the same bits again.
+    # Again: rounded values may fit a finer range, and must encode to the same bits.
     highest, lowest = bounds(rounded)
     shift = _log8_shift(highest, lowest)
     below = ((highest >> shift) - _LOG8_TOP).clamp_(min=0)
@@ -263,7 +264,7 @@ def _encode_log8(rows: torch.Tensor, thresholds: torch.Tensor | int) -> tuple[to
 def _encode_rows(
     format: Format, rows: torch.Tensor, thresholds: torch.Tensor | int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Elements and scales of ``[blocks, elements]`` values."""
+    """Elements and scales of ``[groups, elements]`` values."""
     if format.name == "root8":
         return _encode_root8(rows, thresholds)
     if format.name == "log8":
@@ -292,15 +293,19 @@ def _round_to_bf16(values: torch.Tensor, thresholds: torch.Tensor) -> torch.Tens
 
 
 def encode_(stored: Stored, values: torch.Tensor, thresholds: torch.Tensor | None = None) -> None:
-    """Writes fp32 values into a stored run.
+    """Writes fp32 values to stored elements.
+
+    Values that the format can represent are never changed.
 
     Args:
-        stored: destination, updated in place. Not a remainder: that needs the parameter, too
+        stored: destination, updated in place. Not a remainder, for which the parameter is needed
             (`split_remainder_`).
         values: ``[numel]`` float32 on the same device.
-        thresholds: ``[numel]`` int64 for stochastic formats, see `rounding_thresholds`. Without,
-            and in other formats, values are rounded to the nearest. Values that the format can
-            represent are never changed.
+        thresholds: ``[numel]`` int64 for stochastic formats; see `rounding_thresholds`. Without
+            thresholds, and in other formats, values are rounded to the nearest.
+
+    Raises:
+        TypeError: for remainders.
     """
     if stored.format.needs_param:
         raise TypeError("a remainder is written together with its parameter; use split_remainder_")
@@ -313,7 +318,7 @@ def encode_(stored: Stored, values: torch.Tensor, thresholds: torch.Tensor | Non
 
 
 def _decode_root8(elements: torch.Tensor) -> torch.Tensor:
-    """Values in units of the scale."""
+    """Values of codes, in units of the scale."""
     code = elements.view(torch.int8).to(torch.int32)
     unit = _root8_units(code)
     return torch.where(elements == _ROOT8_NAN, torch.nan, torch.where(code < 0, -unit, unit))
@@ -328,14 +333,17 @@ def _decode_log8(elements: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def decode(stored: Stored, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Reads a stored run as fp32, exactly.
+    """Reads stored elements as fp32, exactly.
 
     Args:
-        stored: source. Not a remainder: that needs the parameter, too (`join_remainder`).
-        out: ``[numel]`` float32 to write to; a new tensor if None.
+        stored: source. Not a remainder, for which the parameter is needed (`join_remainder`).
+        out: ``[numel]`` float32 to write to; None for a new tensor.
 
     Returns:
         ``[numel]`` float32.
+
+    Raises:
+        TypeError: for remainders.
     """
     if stored.format.needs_param:
         raise TypeError("a remainder is read together with its parameter; use join_remainder")
@@ -356,9 +364,8 @@ def decode(stored: Stored, out: torch.Tensor | None = None) -> torch.Tensor:
 def join_remainder(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The fp32 master of a bf16 parameter and its remainder.
 
-    The remainder is the low half of the master's bits. The parameter is the high half, plus one
-    where the low half is at least 0x8000 (rounding half away from zero). Both give back all 32
-    bits.
+    The remainder is the low half of the master's bits. The parameter is the high half, plus one if
+    the low half is at least 0x8000 (rounding half away from zero). Together they have all 32 bits.
 
     Args:
         param: ``[numel]`` bfloat16.
@@ -377,8 +384,8 @@ def split_remainder_(param: torch.Tensor, remainder: torch.Tensor, master: torch
     Args:
         param: ``[numel]`` bfloat16, updated in place.
         remainder: ``[numel]`` int16, updated in place.
-        master: ``[numel]`` float32. Every NaN becomes 0x7FC00000: a GPU's 0x7FFFFFFF would round up
-            to the parameter -0.0, and hide the NaN.
+        master: ``[numel]`` float32. Every NaN becomes 0x7FC00000, since the NaN of GPUs,
+            0x7FFFFFFF, would round up to the parameter -0.0.
     """
     bits = torch.where(master.isnan(), 0x7FC00000, master.view(torch.int32))
     remainder.copy_(bits)  # int32 -> int16 keeps the low half

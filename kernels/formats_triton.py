@@ -1,7 +1,7 @@
 """Loads and stores of each stored format as Triton helpers; ``formats.py`` specifies them.
 
-bf16 is handled as int16 bits and rounded with integer arithmetic everywhere. So the same code gives
-the same bits on every GPU and in Triton's interpreter, which truncates float32 -> bfloat16.
+bf16 is handled as int16 bits and rounded with integer arithmetic. So the bits are the same on every
+GPU and in Triton's interpreter, whose own conversion from float32 truncates.
 """
 
 import triton
@@ -31,7 +31,7 @@ def join_remainder(param_bits, remainder):
 
 @triton.jit
 def split_remainder(master):
-    """Int16 bf16 bits and int16 remainder of a float32 master, as `formats.split_remainder_`."""
+    """Int16 bf16 bits and int16 remainder of a float32 master; see `formats.split_remainder_`."""
     bits = tl.where(master != master, 0x7FC00000, master.to(tl.int32, bitcast=True))
     remainder = bits.to(tl.int16)
     return ((bits >> 16) + (remainder < 0).to(tl.int32)).to(tl.int16), remainder
@@ -67,7 +67,7 @@ def load_fp32(ptr, offsets, mask, FORMAT: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def store_fp32(ptr, offsets, values, mask, FORMAT: tl.constexpr, MASKED: tl.constexpr):
-    """Writes float32 values, rounded to the nearest even of a dtype."""
+    """Writes float32 values rounded to the nearest even of ``"fp32"``, ``"bf16"`` or ``"fp16"``."""
     if FORMAT == "bf16":
         store_raw(ptr, offsets, fp32_to_bf16(values), mask, MASKED)
     elif FORMAT == "fp16":
@@ -87,9 +87,9 @@ def _mix(bits):
 
 @triton.jit
 def rounding_thresholds(counter, lane, seed, step):
-    """Thresholds of the first and the second moment, uint32, as `formats.rounding_thresholds`.
+    """Thresholds of the first and the second moment, uint32; see `formats.rounding_thresholds`.
 
-    ``counter`` is that of lane 0, int64. ``seed`` and ``step`` are not negative and below 2^31.
+    ``counter`` is the int64 counter of lane 0. ``seed`` and ``step`` are in [0, 2^31).
     """
     step = step.to(tl.uint32)
     own = _mix((counter >> 40).to(tl.uint32) * 0x9E3779B1 + seed.to(tl.uint32))
@@ -110,13 +110,13 @@ def _fp32_to_bf16_stochastic(values, threshold):
 @triton.jit
 def _root8_units(code):
     """Magnitudes of codes, in units of the scale."""
-    square = (code * code).to(tl.float32) * 6.200012e-05  # 127^-2, of which code 127 is exactly 1
+    square = (code * code).to(tl.float32) * 6.200012e-05  # 127^-2; code 127 gives exactly 1
     return square * square
 
 
 @triton.jit
 def _load_root8(raw):
-    """Values in units of the scale."""
+    """Values of codes, in units of the scale."""
     byte = raw.to(tl.int32)
     code = tl.where(byte < 128, byte, byte - 256)
     unit = _root8_units(code)
@@ -129,11 +129,11 @@ def _store_root8(rows, exists, threshold):
     magnitude = tl.abs(rows)
     finite = magnitude < float("inf")
     magnitude = tl.where(finite & exists, magnitude, 0.0)
-    # As integers, of which the hardware computes the maximum over a warp.
+    # As integers, since the hardware computes their maximum over a warp.
     scale = tl.max(magnitude.to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
-    # One division per scale group: one per element would take most of the kernel's time. Its
-    # operands and result are kept far from subnormal numbers, which old releases of Triton flush to
-    # zero.
+    # One division per scale group, since one per element would take most of the kernel's time.
+    # Operands and result are kept away from subnormal numbers, which old releases of Triton flush
+    # to zero.
     lift = tl.where(scale < 8.673617379884035e-19, 18446744073709551616.0, 1.0)  # 2^-60 and 2^64
     lift = tl.where(scale > 1152921504606846976.0, 5.421010862427522e-20, lift)  # 2^60 and 2^-64
     divisor = tl.where(scale > 0.0, scale * lift, 1.0)
@@ -180,7 +180,7 @@ def _store_log8(rows, exists, threshold):
     first_shift = tl.broadcast_to(shift[:, None], bits.shape)
     index = (bits + (threshold >> (32 - first_shift).to(tl.uint32)).to(tl.int32)) >> first_shift
     rounded = tl.minimum(tl.maximum(index, below[:, None] + 1), largest[:, None]) << first_shift
-    # Once more: rounded values may fit a finer range, and must encode to the same bits again.
+    # Again: rounded values may fit a finer range, and must encode to the same bits.
     highest = tl.max(tl.where(positive, rounded, 0), axis=1)
     shift = _log8_shift(highest, tl.min(tl.where(positive, rounded, 0x7F7FFFFF), axis=1))
     below = tl.maximum((highest >> shift) - 253, 0)
@@ -202,7 +202,7 @@ def load_state(
     if (FORMAT == "fp16" or FORMAT == "root8") or FORMAT == "log8":
         rows: tl.constexpr = BLOCK // 128
         row = tl.arange(0, rows)
-        # Scales past the last element belong to another segment, or to none.
+        # Scales beyond the last element belong to another segment or to none.
         scale = tl.load(scale_ptr + start // 128 + row, mask=row * 128 < numel, other=0.0)
         raw = tl.reshape(load_raw(ptr, offsets, mask, MASKED), (rows, 128))
         if FORMAT == "log8":
@@ -233,17 +233,17 @@ def store_state(
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes float32 values in their stored format, as `formats.encode_`.
+    """Writes float32 values in their stored format; see `formats.encode_`.
 
-    ``threshold`` is uint32 where the format is stochastic and unused otherwise.
+    ``threshold`` is uint32 for stochastic formats, and unused for others.
     """
     if FORMAT == "fp16":
         rows: tl.constexpr = BLOCK // 128
         magnitude = tl.abs(values)
-        # Padding, infinities and NaNs do not count for the scale.
+        # Padding, infinities and NaNs do not affect the scale.
         magnitude = tl.where(mask & (magnitude < float("inf")), magnitude, 0.0)
         absmax = tl.max(tl.reshape(magnitude, (rows, 128)), axis=1)
-        # Half a unit in the last place of fp16 more: the scale is that of the rounded maximum.
+        # Half a unit in the last place of fp16 is added: the scale follows the rounded maximum.
         exponent = tl.maximum(((absmax.to(tl.int32, bitcast=True) + 0x1000) >> 23) - 14, 1)
         scale = (exponent << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
@@ -326,8 +326,8 @@ def store_params(
 ):
     """Writes master weights ``p`` of a kernel block, and parameters rounded from ``p_model``.
 
-    Both are float32, and the same but in a skipped step: a rounded master need not round to the
-    parameter beside it. Remainder and parameter both come from ``p``.
+    Both are float32. They differ only in a skipped step, in which a rounded master may not round to
+    the present parameter. With remainders, ``p`` gives both.
     """
     if MASTER == "remainder":
         bits, remainder = split_remainder(p)

@@ -1,7 +1,7 @@
 """Launches of kernels: the address table, dtypes, a gradient scaler's signals, the compile cache.
 
-Parameters and gradients stay where they are. A table of int64 rows says where: one row per piece
-(the part of one parameter that lies in the chunk), and each program finds its piece by bisection.
+Parameters and gradients stay where they are. The address table has one row per piece (the part of
+one parameter that lies in the chunk). Each program finds the row of its piece by bisection.
 """
 
 from __future__ import annotations
@@ -20,38 +20,38 @@ import torch
 from .formats import Stored, Whole
 
 BLOCK_NUMEL = 1024
-"""Elements that one program updates; a multiple of the scale block."""
+"""Number of elements of a kernel block, a multiple of `formats.SCALE_GROUP`."""
 
 TABLE_COLUMNS = 6
 """int64 columns of a row: first program, parameter address, gradient address, state start, numel,
 counter.
 
-Rules with an operation between two phases have two more, `ARRAY_COLUMNS`: the address of the
-operation's array, in bytes and of the piece's first element, and the bits of the parameter's
-scalar, a float32, in the lower half.
-
-The addresses are in bytes and point to the piece's first element. The state start is in elements
-from the state pointers and a multiple of 128. First programs are counted from the launch's own
-program 0. The counter is `formats.Rounding.counter` of the piece's first element.
+The first program is counted from the launch's program 0. The addresses are in bytes and point to
+the piece's first element. The state start is in elements from the state pointers, and a multiple of
+128. The counter is `formats.rounding_counter` of the piece's first element.
 """
 
 ARRAY_COLUMNS = TABLE_COLUMNS + 2
+"""Columns for rules with an operation between two phases. The two further columns are the address
+of the piece in the operation's array, in bytes, and in the lower half the bits of the parameter's
+float32 scalar.
+"""
 
 NAME_OF_DTYPE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 """Compile-time names of parameter and gradient dtypes."""
 
 
 class ScalerSignals(NamedTuple):
-    """Signals of a gradient scaler, read by the kernel on the device: nothing waits for them.
+    """Signals of a gradient scaler, which kernels read on the device, so that no host waits.
 
     Attributes:
         grad_scale: ``[1]`` float32 that divides the gradients, or None.
-        found_inf: ``[1]`` float32, nonzero to skip the step, or None; the rest is None exactly if
-            this is.
-        skips: ``[1]`` int64, steps skipped so far.
-        skip_rows: ``[., width]`` float32; row ``skips - skips_before`` holds the values of this
-            step that depend on its number, see the rule's ``skip_rows``.
-        skips_before: skips that row 0 already counts.
+        found_inf: ``[1]`` float32, nonzero to skip the step, or None. ``skips`` and ``skip_rows``
+            are None if and only if this is.
+        skips: ``[1]`` int64, number of steps skipped so far.
+        skip_rows: ``[., width]`` float32; row ``skips - skips_before`` has the values of this step
+            that depend on its number, see the rule's ``skip_rows``.
+        skips_before: number of skips that row 0 takes into account.
     """
 
     grad_scale: torch.Tensor | None = None
@@ -67,11 +67,11 @@ class LaunchKind(NamedTuple):
     Attributes:
         param_dtype: dtype of the parameters.
         grad_dtype: dtype of the gradients.
-        numerics: name of the arithmetic.
-        aligned: every address in the table is a multiple of 16 bytes.
-        max_programs: most programs of the launch, each of which then updates several blocks in
-            turn, or None for a program per block. For state in page-locked host memory: more
-            programs than keep the link busy only take multiprocessors from other work.
+        numerics: name of the numerics.
+        aligned: every address of a parameter or gradient is a multiple of 16 bytes.
+        max_programs: most programs of the launch, each of which updates several kernel blocks in
+            turn; None for a program per block. Used for zero copy, where more programs than keep
+            the link busy only take multiprocessors from other work.
     """
 
     param_dtype: torch.dtype
@@ -81,17 +81,17 @@ class LaunchKind(NamedTuple):
     max_programs: int | None = None
 
     def grid(self, programs: int) -> tuple[int]:
-        """Launch grid for ``programs`` blocks."""
+        """Launch grid for ``programs`` kernel blocks."""
         return (programs if self.max_programs is None else min(programs, self.max_programs),)
 
 
 def programs_of(numel: Whole) -> Whole:
-    """Programs that a piece of ``numel`` elements takes."""
+    """Number of programs, one per kernel block, for a piece of ``numel`` elements."""
     return -(-numel // BLOCK_NUMEL)
 
 
 def raw_pointer(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A tensor as kernels take it: bfloat16 as its bits."""
+    """The tensor that a kernel gets for this one: bfloat16 as int16 bits."""
     return tensor.view(torch.int16) if tensor is not None and tensor.dtype == torch.bfloat16 else tensor
 
 
@@ -108,8 +108,8 @@ def shared_arguments(
 
     Args:
         table: address table, see `TABLE_COLUMNS`.
-        rows: pieces of the launch.
-        programs: sum of `programs_of` over them.
+        rows: number of pieces.
+        programs: sum of `programs_of` over the pieces.
         master: stored master weights or None.
         lr: learning rate, or a one-element tensor that the kernel reads.
         kind: properties of the launch.
@@ -142,8 +142,8 @@ def shared_arguments(
 def _ensure_writable_cache() -> None:
     """Gives Triton a private cache folder until this process exits, if its own cannot be used.
 
-    Without HOME and an entry in the users' database Triton's own would be a folder called ``~``
-    below the current one, and would load compiled code of whoever made that folder.
+    For a user without HOME and without an entry in the users' database, Triton's own would be a
+    folder called ``~`` below the current one. Compiled code of whoever made it would be loaded.
     """
     folder = os.environ.get("TRITON_CACHE_DIR")
     if not folder:
@@ -161,7 +161,7 @@ def _ensure_writable_cache() -> None:
 
 
 def _remove(folder: str, pid: int) -> None:
-    """Removes the folder at exit, but not at that of a forked child: its parent still compiles."""
+    """Removes the folder when the process exits that made it, but not when a forked child does."""
     if os.getpid() == pid:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -169,18 +169,18 @@ def _remove(folder: str, pid: int) -> None:
 def compile_and_load(kernel: Any, arguments: Mapping[str, Any]) -> None:
     """Compiles the kernel for such arguments and loads it on the device, without launching it.
 
-    A kernel that is loaded at its first launch can run out of memory in the middle of a step. Where
+    A kernel that is loaded by its first launch could run out of memory in the middle of a step. If
     Triton's cache folder cannot be written (a read-only home), a private one is used.
 
     Args:
         kernel: a `triton.jit` function.
         arguments: arguments of the launch.
     """
-    if not hasattr(kernel, "warmup"):  # interpreted by Triton 3.4: there is nothing to compile
+    if not hasattr(kernel, "warmup"):  # Triton 3.4's interpreter compiles nothing
         return
     _ensure_writable_cache()
     compiled = kernel.warmup(**arguments, grid=(1,))
-    load = getattr(compiled, "_init_handles", None)  # Triton has no public name; none if interpreted
+    load = getattr(compiled, "_init_handles", None)  # no public name; missing if interpreted
     if load is not None:
         load()
 
@@ -189,7 +189,7 @@ _module = functools.cache(importlib.import_module)
 
 
 def imported_when_called(module: str, name: str) -> Callable[..., None]:
-    """A function of a module that is imported at the first call: steps on the CPU need no Triton.
+    """A function of a module that is imported at the first call, so that CPU steps need no Triton.
 
     Args:
         module: dotted name.

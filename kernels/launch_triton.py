@@ -1,4 +1,4 @@
-"""Triton helpers of every rule's kernel: the piece and the pointers of a program."""
+"""Triton helpers for the kernels of all rules: the piece and the pointers of a program."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def piece_of_program(table_ptr, rows, pid, COLUMNS: tl.constexpr = 6):
-    """The last row whose first program is not after ``pid``."""
+    """The row of the piece of program ``pid``: the last one whose first program is not after it."""
     low = pid * 0
     high = low + rows
     while high - low > 1:

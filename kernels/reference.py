@@ -1,9 +1,8 @@
 """Shared parts of every rule's step in plain torch: arithmetic, scratch, parameters and masters.
 
-Every operation is computed in float64 and rounded once to float32. For ``+ - * /`` on float32 that
-is the result of torch's own float32 operations, so those are used directly. A fused multiply-add
-(`fma_`) and the square root (torch's float32 square root on CPU is not correctly rounded) go
-through float64 explicitly.
+Every operation gives its exact result, rounded once to float32. torch's own float32 operations do
+that for ``+ - * /``. A fused multiply-add (`fma_`) and the square root, which torch does not round
+correctly on the CPU, are computed in float64.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import torch
 from .formats import Stored, decode, encode_, join_remainder, split_remainder_
 
 BLOCK_NUMEL = 128 * 1024
-"""Elements updated at a time, a multiple of `SCALE_GROUP`: small enough for the scratch to stay in
-cache, large enough for torch to spread each operation over several cores (measured: 4 times fewer
-elements take 1.9 times as long)."""
+"""Number of elements updated at a time, a multiple of `SCALE_GROUP`: few enough for the scratch to
+stay in cache, many enough for torch to use several cores (measured: with a quarter of the elements
+a step takes 1.9 times as long)."""
 
 _BELOW_FP32 = (1 << 28) - 1
-"""Bits of a float64 that are zero in every float32, and half way between two of them."""
+"""Bits of a float64 that are zero in every float32, and in numbers half way between two."""
 
 
 def round_fp32(value: float) -> float:
@@ -30,10 +29,10 @@ def round_fp32(value: float) -> float:
 
 
 class Scratch(threading.local):
-    """Buffers of one block, one set a thread: a step allocates nothing."""
+    """Buffers for the elements updated at a time, one set a thread, so that steps allocate none."""
 
     def __init__(self) -> None:
-        # A caller's default device and inference mode are not those of the next caller.
+        # Whatever default device and inference mode the first caller has.
         with torch.inference_mode(False):
             self.fp32 = [torch.empty(BLOCK_NUMEL, dtype=torch.float32, device="cpu") for _ in range(5)]
             self.fp64 = [torch.empty(BLOCK_NUMEL, dtype=torch.float64, device="cpu") for _ in range(2)]
@@ -45,10 +44,10 @@ scratch = Scratch()
 def fma_(a: torch.Tensor, b: float, c: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """``out = fma(a, b, c)`` in float32, rounded once.
 
-    The product of two float32 is exact in float64, but a sum need not be. A sum that float64 rounds
-    to a number half way between two of float32 has lost the side that it was on, so rounding it
-    again may go wrong. 8-bit moments, which have few bits, get there often. Such sums are first
-    moved to their side.
+    The product of two float32 numbers is exact in float64, but the sum may not be. If float64
+    rounds a sum to a number half way between two float32 numbers, it is not known any more on which
+    side of that the exact sum is, and a second rounding may go the wrong way. This is frequent with
+    8-bit moments, which have few bits. Such sums are first moved to their exact side.
     """
     total, product = (buffer[: a.numel()] for buffer in scratch.fp64)
     total.copy_(c)
@@ -56,7 +55,8 @@ def fma_(a: torch.Tensor, b: float, c: torch.Tensor, out: torch.Tensor) -> torch
     torch.add(total, product, alpha=b, out=total)
     low_bits = torch.bitwise_and(total.view(torch.int64), _BELOW_FP32, out=product.view(torch.int64))
     if not low_bits.min():  # faster than all()
-        for index in (low_bits == 0).nonzero()[:, 0].split(BLOCK_NUMEL // 16):  # bounds a dozen temporaries
+        # In parts, which bounds the size of a dozen temporaries.
+        for index in (low_bits == 0).nonzero()[:, 0].split(BLOCK_NUMEL // 16):
             exact, rest, near = a[index].double() * b, c[index].double(), total[index]
             error = (exact - (near - (near - exact))) + (rest - (near - exact))
             up, down = (torch.nextafter(near, torch.full_like(near, side)) for side in (torch.inf, -torch.inf))
@@ -67,7 +67,7 @@ def fma_(a: torch.Tensor, b: float, c: torch.Tensor, out: torch.Tensor) -> torch
 def load_params(param: torch.Tensor, master: Stored | None, out: torch.Tensor, *, is_initial: bool) -> torch.Tensor:
     """The fp32 values that the update applies to.
 
-    A float32 parameter is its own master even if a copy is kept.
+    A float32 parameter is its own master, even if a copy is kept.
 
     Args:
         param: ``[numel]`` float32, bfloat16 or float16.

@@ -91,7 +91,7 @@ def _update_block(
     bias_correction1,
     bias_correction2,
     grad_scale,
-    skip,  # bool, leave everything as it is
+    skip,  # bool, keep all values
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     EXP_AVG: tl.constexpr,
@@ -135,20 +135,20 @@ def _update_block(
     update = _div(_div(m_new, zero + bias_correction1, NUMERICS), _add(root, zero + eps, NUMERICS), NUMERICS)
     if ADAM_W:
         update = _fma(p, zero + weight_decay, update, NUMERICS)
-    # Not -update: Triton 3.6 computes 0 - update, which makes +0 of an update of +0, and then +0 of
-    # a parameter of -0.
+    # Not -update: Triton 3.6 computes 0 - update, which gives +0 for an update of +0, and would
+    # then change a parameter of -0 to +0.
     p = _fma(update * -1.0, zero + lr, p, NUMERICS)
 
     p_model_new = p
     if CAN_SKIP:
-        # Reached with skip set only where state was never written: it gets its initial value.
+        # With skip set this is reached only under WRITE_ON_SKIP; it writes present or initial values.
         m_new = tl.where(skip, m, m_new)
         v_new = tl.where(skip, v, v_new)
         p = tl.where(skip, p_before, p)
-        # Not p: a rounded master need not round to the parameter that was rounded from the exact
-        # value.
+        # Not p: a rounded master may not round to the present parameter, which was rounded from the
+        # exact value.
         p_model_new = tl.where(skip, p_model, p)
-    threshold = lane  # unused but with STOCHASTIC; Triton wants a value either way
+    threshold = lane  # only used with STOCHASTIC, but Triton requires a value
     threshold_sq = lane
     if STOCHASTIC:
         threshold, threshold_sq = rounding_thresholds(counter, lane, rounding_seed, rounding_step)
@@ -203,7 +203,7 @@ def _update_program(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Updates block ``pid`` of the launch, counted over all pieces."""
+    """Updates kernel block ``pid`` of the launch, counted over all pieces."""
     row = piece_of_program(table_ptr, rows, pid)
     base = table_ptr + row * 6
     inside = (pid - tl.load(base)).to(tl.int64) * BLOCK
@@ -236,8 +236,8 @@ def _update_program(
 
 _OF_ANY_VALUE = ("rows", "blocks", "skips_before", "rounding_seed", "rounding_step")
 _OF_ANY_ALIGNMENT = ("lr_ptr", "corrections_ptr", "skips_ptr", "grad_scale_ptr", "found_inf_ptr")
-"""Arguments that differ between the launches of a step, or belong to the caller. The one kernel
-that is compiled before the first launch must serve all of them."""
+"""Arguments that differ between launches or belong to the caller. They are not specialized, so that
+the kernel that is compiled before the first launch serves all launches."""
 
 
 @triton.jit(do_not_specialize=_OF_ANY_VALUE, do_not_specialize_on_alignment=_OF_ANY_ALIGNMENT)
@@ -252,7 +252,7 @@ def adam_kernel(
     master_ptr,  # [numel] stored format or None, updated in place
     master_scale_ptr,  # [numel / 128] float32 or None, updated in place
     rounding_seed,  # [0, 2^31)
-    rounding_step,  # number of the step without skips since skips_before; only with STOCHASTIC
+    rounding_step,  # step number if none was skipped since skips_before; only with STOCHASTIC
     lr,
     lr_ptr,  # [1] any float dtype or None; replaces lr
     beta1,
@@ -265,7 +265,7 @@ def adam_kernel(
     bias_correction2,
     corrections_ptr,  # [., 2] float32 or None; row i replaces both bias corrections after i skips
     skips_ptr,  # [1] int64 or None, steps skipped so far
-    skips_before,  # skips that row 0 of the corrections already counts
+    skips_before,  # skips that row 0 of the corrections takes into account
     grad_scale_ptr,  # [1] float32 or None, divides the gradients
     found_inf_ptr,  # [1] float32 or None; nonzero skips the step
     PARAM: tl.constexpr,
@@ -282,11 +282,11 @@ def adam_kernel(
     LOOP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One launch: a program per block, or with LOOP fewer programs that take blocks in turn."""
+    """One launch: a program per kernel block, or with LOOP fewer programs that take turns."""
     SCALED_GRAD: tl.constexpr = grad_scale_ptr is not None
     CAN_SKIP: tl.constexpr = found_inf_ptr is not None
-    # State that no earlier step wrote, or that is written without being read, is written even by a
-    # skipped step: the slot holds leftovers, and is copied back.
+    # State that no earlier step wrote, or that is written without being read, is written by a
+    # skipped step, too: otherwise leftovers in the slot would be copied back.
     WRITE_ON_SKIP: tl.constexpr = (INIT_MOMENTS or INIT_MASTER) or (PARAM == "fp32" and MASTER != "none")
 
     pid = tl.program_id(0)

@@ -25,9 +25,8 @@ class AdamScalars(NamedTuple):
         bias_correction1: ``1 - beta1**step``, or 1.
         bias_correction2: ``1 - beta2**step``, or 1.
         adam_w_mode: decoupled weight decay (AdamW) if true, else L2.
-        step: number of the step, from 1; with the seed it decides how stochastic formats are
-            rounded.
-        rounding_seed: in [0, 2^31).
+        step: number of the step, counted from 1; affects stochastic rounding.
+        rounding_seed: seed of stochastic rounding, in [0, 2^31).
     """
 
     lr: float | torch.Tensor
@@ -67,8 +66,8 @@ def adam_scalars(
         betas: decay of the first and the second moment.
         eps: added to the denominator.
         weight_decay: weight decay factor.
-        step: number of this step, from 1.
-        bias_corrected: whether to divide by the bias corrections.
+        step: number of this step, counted from 1.
+        bias_corrected: divide by the bias corrections.
         adam_w_mode: decoupled weight decay if true, else L2.
         rounding_seed: seed of stochastic rounding, in [0, 2^31).
 
@@ -86,14 +85,14 @@ def adam_scalars(
         weight_decay=round_fp32(weight_decay),
         bias_correction1=bias_correction(betas[0], step) if bias_corrected else 1.0,
         bias_correction2=bias_correction(betas[1], step) if bias_corrected else 1.0,
-        adam_w_mode=bool(adam_w_mode),  # 1 and 0, as TransformerEngine has, would compile anew
+        adam_w_mode=bool(adam_w_mode),  # TransformerEngine's 1 and 0 would compile another kernel
         step=step,
         rounding_seed=rounding_seed,
     )
 
 
 class AdamState(NamedTuple):
-    """Stored state of one run of elements, and the parts of it that are still unset.
+    """Stored state of consecutive elements, and the parts of it that are not set yet.
 
     Attributes:
         exp_avg: first moment.
@@ -140,16 +139,15 @@ def adam_step_(
         p = fma(-lr, u, p)
 
     This is the operation order of TransformerEngine's ``multi_tensor_adam``. The parameter is
-    updated from the unrounded m and v; they are rounded to their stored format only when stored.
+    updated from the unrounded m and v, which are rounded only when they are stored.
 
     Args:
         param: ``[numel]`` float32, bfloat16 or float16, contiguous, updated in place.
         grad: ``[numel]`` of any of these dtypes, contiguous, only read.
         state: stored state of ``numel`` elements, updated in place.
         scalars: hyperparameters.
-        grad_scale: gradients are divided by it first.
-        counter: `formats.Rounding.counter` of the first element; only read where a format is
-            stochastic.
+        grad_scale: divides the gradients first, or None.
+        counter: `formats.rounding_counter` of the first element; only used by stochastic formats.
     """
     lr = scalars.lr
     if isinstance(lr, torch.Tensor):

@@ -42,7 +42,7 @@ def _update_block(
     one_minus_beta2,
     weight_decay,
     grad_scale,
-    skip,  # bool, leave everything as it is
+    skip,  # bool, keep all values
     PARAM: tl.constexpr,
     GRAD: tl.constexpr,
     EXP_AVG: tl.constexpr,
@@ -72,18 +72,18 @@ def _update_block(
 
     direction = _sign(tl.fma(m, zero + beta1, g * (zero + one_minus_beta1)))
     update = tl.fma(p_before, zero + weight_decay, direction)
-    # Not -update: Triton 3.6 computes 0 - update, which makes +0 of an update of +0, and then +0 of
-    # a parameter of -0.
+    # Not -update: Triton 3.6 computes 0 - update, which gives +0 for an update of +0, and would
+    # then change a parameter of -0 to +0.
     p = tl.fma(update * -1.0, zero + lr, p_before)
     m_new = tl.fma(m, zero + beta2, g * (zero + one_minus_beta2))
 
     p_model_new = p
     if CAN_SKIP:
-        # Reached with skip set only where state was never written: it gets its initial value.
+        # With skip set this is reached only under WRITE_ON_SKIP; it writes present or initial values.
         m_new = tl.where(skip, m, m_new)
         p = tl.where(skip, p_before, p)
-        # Not p: a rounded master need not round to the parameter that was rounded from the exact
-        # value.
+        # Not p: a rounded master may not round to the present parameter, which was rounded from the
+        # exact value.
         p_model_new = tl.where(skip, p_model, p)
     threshold, _ = rounding_thresholds(counter, lane, rounding_seed, rounding_step)
     store_state(
@@ -96,8 +96,8 @@ def _update_block(
 
 _OF_ANY_VALUE = ("rows", "blocks", "skips_before", "rounding_seed", "rounding_step")
 _OF_ANY_ALIGNMENT = ("lr_ptr", "skips_ptr", "grad_scale_ptr", "found_inf_ptr")
-"""Arguments that differ between the launches of a step, or belong to the caller. The one kernel
-that is compiled before the first launch must serve all of them."""
+"""Arguments that differ between launches or belong to the caller. They are not specialized, so that
+the kernel that is compiled before the first launch serves all launches."""
 
 
 @triton.jit(do_not_specialize=_OF_ANY_VALUE, do_not_specialize_on_alignment=_OF_ANY_ALIGNMENT)
@@ -110,7 +110,7 @@ def lion_kernel(
     master_ptr,  # [numel] stored format or None, updated in place
     master_scale_ptr,  # [numel / 128] float32 or None, updated in place
     rounding_seed,  # [0, 2^31)
-    rounding_step,  # number of the step if none was skipped since skips_before
+    rounding_step,  # step number if none was skipped since skips_before
     lr,
     lr_ptr,  # [1] any float dtype or None; replaces lr
     beta1,
@@ -119,7 +119,7 @@ def lion_kernel(
     one_minus_beta2,
     weight_decay,
     skips_ptr,  # [1] int64 or None, steps skipped so far
-    skips_before,  # skips that rounding_step already counts
+    skips_before,  # skips that rounding_step takes into account
     grad_scale_ptr,  # [1] float32 or None, divides the gradients
     found_inf_ptr,  # [1] float32 or None; nonzero skips the step
     PARAM: tl.constexpr,
@@ -131,11 +131,11 @@ def lion_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One launch: a program per block, or a bounded number that take blocks in turn."""
+    """One launch: a program per kernel block, or fewer programs that take them in turn."""
     SCALED_GRAD: tl.constexpr = grad_scale_ptr is not None
     CAN_SKIP: tl.constexpr = found_inf_ptr is not None
-    # State that no earlier step wrote, or that is written without being read, is written even by a
-    # skipped step: the slot holds leftovers, and is copied back.
+    # State that no earlier step wrote, or that is written without being read, is written by a
+    # skipped step, too: otherwise leftovers in the slot would be copied back.
     WRITE_ON_SKIP: tl.constexpr = (INIT_EXP_AVG or INIT_MASTER) or (PARAM == "fp32" and MASTER != "none")
     PARAM_BYTES: tl.constexpr = 4 if PARAM == "fp32" else 2
     GRAD_BYTES: tl.constexpr = 4 if GRAD == "fp32" else 2

@@ -60,13 +60,13 @@ def lion_step_(
     Args:
         table: ``[>= rows, 6]`` int64 on the parameters' device, see `launch.TABLE_COLUMNS`.
             Parameters behind its addresses are updated in place, gradients are only read.
-        rows: pieces, at least 1.
+        rows: number of pieces, at least 1.
         programs: sum of `programs_of` over the pieces.
         state: stored state on the parameters' device or in page-locked host memory, updated in
             place at the rows' state starts.
         scalars: hyperparameters.
-        kind: dtypes and a bound on the launch.
-        signals: gradient scaler's signals on the parameters' device.
+        kind: dtypes and most programs.
+        signals: a gradient scaler's signals on the parameters' device.
     """
     lion_kernel[kind.grid(programs)](**_arguments(table, rows, programs, state, scalars, kind, signals))
 
@@ -78,9 +78,9 @@ def compile_step(
 
     Args:
         table: any int64 tensor on the device.
-        state: state of the formats to compile for.
-        scalars: only whether ``lr`` is a tensor, and of which dtype, matters.
+        state: state in the formats to compile for.
+        scalars: hyperparameters; only the type and dtype of ``lr`` matter.
         kind: dtypes.
-        signals: only which of them are None matters.
+        signals: a gradient scaler's signals; only which of them are None matters.
     """
     compile_and_load(lion_kernel, _arguments(table, 1, 1, state, scalars, kind, signals))

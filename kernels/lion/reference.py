@@ -21,8 +21,8 @@ class LionScalars(NamedTuple):
         beta2: decay of the momentum.
         one_minus_beta2: ``1 - beta2``, subtracted in float32.
         weight_decay: decoupled weight decay.
-        step: number of the step, from 1; decides with the seed how stochastic formats are rounded.
-        rounding_seed: in [0, 2^31).
+        step: number of the step, counted from 1; affects stochastic rounding.
+        rounding_seed: seed of stochastic rounding, in [0, 2^31).
     """
 
     lr: float | torch.Tensor
@@ -49,7 +49,7 @@ def lion_scalars(
         lr: learning rate; a tensor is passed on for the kernel to read.
         betas: weight of the momentum in the update, and its decay.
         weight_decay: decoupled weight decay.
-        step: number of this step, from 1.
+        step: number of this step, counted from 1.
         rounding_seed: seed of stochastic rounding, in [0, 2^31).
 
     Returns:
@@ -69,14 +69,14 @@ def lion_scalars(
 
 
 class LionState(NamedTuple):
-    """Stored state of one run of elements, and the parts of it that are still unset.
+    """Stored state of consecutive elements, and the parts of it that are not set yet.
 
     Attributes:
         exp_avg: momentum.
         master_param: master weights, their 16-bit remainder, or None if the parameter is its own
             master.
         init_exp_avg: take the momentum as zero instead of reading it.
-        init_master: take the parameter as the master instead of reading that.
+        init_master: take the parameter as the master instead of reading it.
     """
 
     exp_avg: Stored
@@ -111,16 +111,15 @@ def lion_step_(
         p = fma(-lr, u, p)
         m = fma(m, beta2, g * (1 - beta2))
 
-    The sign of zero is zero, that of NaN is NaN.
+    The sign of zero is zero, the sign of NaN is NaN.
 
     Args:
         param: ``[numel]`` float32, bfloat16 or float16, contiguous, updated in place.
         grad: ``[numel]`` of any of these dtypes, contiguous, only read.
         state: stored state of ``numel`` elements, updated in place.
         scalars: hyperparameters.
-        grad_scale: gradients are divided by it first.
-        counter: `formats.Rounding.counter` of the first element; only read where the format is
-            stochastic.
+        grad_scale: divides the gradients first, or None.
+        counter: `formats.rounding_counter` of the first element; only used by stochastic formats.
     """
     lr = scalars.lr
     if isinstance(lr, torch.Tensor):
