@@ -79,7 +79,7 @@ def _update_block(
 
     p_model_new = p
     if CAN_SKIP:
-        # With skip set this is reached only under WRITE_ON_SKIP; it writes present or initial values.
+        # Reached with skip only under WRITE_ON_SKIP: it writes the present or initial values.
         m_new = tl.where(skip, m, m_new)
         p = tl.where(skip, p_before, p)
         # Not p: a rounded master may not round to the present parameter, which was rounded from the
