@@ -1,9 +1,11 @@
-# Every target sets itself up: the virtual environment .venv is made on first use (tools/bootstrap.sh).
+# Every target sets itself up: the virtual environment .venv is made on first use
+# (tools/bootstrap.sh).
 
 PYTHON_VENV := $(CURDIR)/.venv/bin/python
 READY := .venv/.ready
 
-# Two workers of one thread each keep a two-core machine busy; more of either only makes them wait for each other.
+# Two workers of one thread each keep a two-core machine busy; more of either only makes them wait
+# for each other.
 PYTEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 

@@ -15,8 +15,9 @@ import torch
 
 _ROOT = Path(__file__).resolve().parent
 
-# pytest puts the folder of this file on sys.path. From there `import kernels` would find our top-level folder instead
-# of Hugging Face's `kernels` package, which transformers imports. Tests use the installed package, as users do.
+# pytest puts the folder of this file on sys.path. From there `import kernels` would find our
+# top-level folder instead of Hugging Face's `kernels` package, which transformers imports. Tests
+# use the installed package, as users do.
 sys.path[:] = [entry for entry in sys.path if Path(entry or os.curdir).resolve() != _ROOT]
 
 # Tests go by the defaults, not by what was measured on this machine. The folder need not exist.
@@ -25,12 +26,13 @@ os.environ["FUSED_OFFLOAD_PROFILES"] = str(_ROOT / ".no-profiles")
 os.environ["COLUMNS"] = "200"  # of the tables that are looked at, whatever terminal this is
 
 if not torch.cuda.is_available():
-    # Read by Triton when it decorates a kernel, so it must be set before any module of ours is imported.
+    # Read by Triton when it decorates a kernel, so it must be set before any module of ours is
+    # imported.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_configure() -> None:
-    """Lets the interpreters of Triton 3.4 to 3.6 use a number as an index, which NumPy 2.4 and newer refuse them."""
+    """Mends indices in the interpreters of Triton 3.4 to 3.6, which NumPy 2.4 and newer refuse."""
     if os.environ.get("TRITON_INTERPRET") != "1" or importlib.util.find_spec("triton") is None:
         return
     from triton.runtime import interpreter

@@ -1,11 +1,12 @@
-"""Packages of the distribution, the files of `autoload/` at the root of site-packages, and the links of the README.
+"""Packages of the distribution, files at the root of site-packages, links of the README.
 
-The folder `kernels/` is at the top, but an installed top-level module of that name would shadow Hugging Face's
-`kernels` package: it becomes the subpackage ``fused_offload.kernels``. Python reads ``.pth`` files only at the root of
-site-packages, and setuptools has no setting for files outside of packages.
+The folder `kernels/` is at the top, but an installed top-level module of that name would shadow
+Hugging Face's `kernels` package: it becomes the subpackage ``fused_offload.kernels``. Python reads
+``.pth`` files only at the root of site-packages, and setuptools has no setting for files outside of
+packages.
 
-A release sets ``PROJECT_URL`` to the address of the repository. Links of the README, which lead into the repository,
-then lead to the tag of this version, so that they work on a package index.
+A release sets ``PROJECT_URL`` to the address of the repository. Links of the README, which lead
+into the repository, then lead to the tag of this version, so that they work on a package index.
 """
 
 import os
@@ -60,8 +61,8 @@ class BuildWithAutoload(build_py):
     def run(self) -> None:
         """Builds what there is, then copies."""
         super().run()
-        # An editable wheel takes its modules from the source tree, and what is not a module from the place to which
-        # the `install` command would copy it.
+        # An editable wheel takes its modules from the source tree, and what is not a module from
+        # the place to which the `install` command would copy it.
         target = self.get_finalized_command("install").install_lib if self.editable_mode else self.build_lib
         for name in AUTOLOAD_FILES:
             self.mkpath(target)

@@ -1,8 +1,9 @@
-"""Installs FusedOffloadAdam into Megatron-Core when Megatron is imported, if ``FUSED_OFFLOAD_ADAM=1`` asks for it.
+"""Installs FusedOffloadAdam when Megatron is imported, if ``FUSED_OFFLOAD_ADAM`` is 1.
 
-For frameworks that start their own workers, where no line of code can be put in front. `fused_offload_autoload.pth`,
-which Python reads at every start, imports this module if the variable is set at all. It stands beside the package
-because importing `fused_offload.megatron` imports torch, which must not happen in every Python process of a machine.
+For frameworks that start their own workers, where no line of code can be put in front.
+`fused_offload_autoload.pth`, which Python reads at every start, imports this module if the variable
+is set at all. It stands beside the package because importing `fused_offload.megatron` imports
+torch, which must not happen in every Python process of a machine.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class _WaitForMegatron:
         if name != _MEGATRON or self not in sys.meta_path:
             return None
         if self._value != "1":
-            # Here and not when Python starts: only who runs Megatron needs to know, and there it cannot be overlooked.
+            # Here and not when Python starts: only who runs Megatron needs to know, and there it
+            # cannot be overlooked.
             raise ValueError(
                 f"Invalid {_VARIABLE}: {self._value!r}, it should be '1' to train with FusedOffloadAdam, or '0'"
             )
@@ -47,6 +49,8 @@ class _WaitForMegatron:
 
         from fused_offload.megatron import install
 
-        install()  # waits for the end of this import with a finder of its own, which the search now has to pass
+        # `install` waits for the end of this import with its own finder, which the search now
+        # passes.
+        install()
         sys.meta_path.remove(self)
         return find_spec(name)

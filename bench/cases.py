@@ -48,7 +48,9 @@ class StoredFormat:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of FusedOffloadAdam, and of TransformerEngine's FusedAdam where it has the format."""
+        """Arguments of FusedOffloadAdam, and of TransformerEngine's FusedAdam where it has the
+        format.
+        """
         return {
             "lr": LR,
             "weight_decay": WEIGHT_DECAY,
@@ -144,7 +146,9 @@ class PeakMemory:
 
 
 def release_memory() -> None:
-    """Gives everything back that nobody refers to any more, pinned host memory of torch included."""
+    """Gives everything back that nobody refers to any more, pinned host memory of torch
+    included.
+    """
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()

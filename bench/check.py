@@ -80,7 +80,9 @@ def compare(results: Record, stored: Iterable[tuple[str, Record]]) -> list[Compa
 
 
 def missing(found: set[Step], stored: Iterable[tuple[str, Record]], sources: set[str]) -> set[tuple[str, str]]:
-    """Steps of the files that were compared with which are not among those that were found, and the file's name."""
+    """Steps of the files that were compared with which are not among those that were found, and the
+    file's name.
+    """
     return {(step[0], name) for name, other in stored if name in sources for step in set(ratios(other)) - found}
 
 

@@ -42,7 +42,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def _scale(config: pytest.Config) -> Scale:
     numel = config.getoption("bench_numel")
     if config.getoption("smoke"):
-        return smoke_scale(numel or 4 * 1_153)  # a whole block and a part of one in each tensor, five chunks
+        return smoke_scale(numel or 4 * 1_153)  # a whole block and a part of one each, five chunks
     if torch.cuda.is_available():
         return full_scale(numel or 1_000_000_000)
     return cpu_scale(numel or 1_000_000)

@@ -20,7 +20,9 @@ class Copy(NamedTuple):
 
 
 def cut(host: torch.Tensor, device: torch.Tensor, copy_bytes: int) -> list[Copy]:
-    """Copies of at most ``copy_bytes`` that together cover two uint8 tensors of one size, in order."""
+    """Copies of at most ``copy_bytes`` that together cover two uint8 tensors of one size, in
+    order.
+    """
     assert host.numel() == device.numel()
     return [
         Copy(host.data_ptr() + start, device.data_ptr() + start, min(copy_bytes, host.numel() - start))
@@ -37,7 +39,9 @@ class CopyStreams:
         self.d2h = torch.cuda.Stream(device)
 
     def enqueue(self, to_device: Sequence[Copy], to_host: Sequence[Copy]) -> None:
-        """Enqueues copies, taking turns between the directions so that neither waits for the host to get to it."""
+        """Enqueues copies, taking turns between the directions so that neither waits for the host
+        to get to it.
+        """
         h2d, d2h = self.h2d.cuda_stream, self.d2h.cuda_stream
         with torch.cuda.device(self.device):
             for down, up in zip_longest(to_device, to_host):
@@ -69,7 +73,8 @@ def _event(stream: Any) -> torch.cuda.Event:
 
 
 class PlainDuplex:
-    """Copies an optimizer's slabs both ways at once, in one size of copy and without any order between the directions.
+    """Copies an optimizer's slabs both ways at once, in one size of copy and without any order
+    between the directions.
 
     A mirror of the slabs on the GPU is the other end of both directions. So every byte that arrives
     on the host is the one that was there: the state stays as it is. The write-back runs half a slab

@@ -167,7 +167,8 @@ class StoredFormat:
 
 
 class Table:
-    """Block-scaled lookup: the nearest of given numbers in [-1, 1], times the block's largest magnitude.
+    """Block-scaled lookup: the nearest of given numbers in [-1, 1], times the block's largest
+    magnitude.
 
     Args:
         grid: the numbers, ascending.
@@ -212,7 +213,9 @@ def power_grid(power: float, *, signed: bool) -> Tensor:
 
 
 def e4m3_grid(*, signed: bool) -> Tensor:
-    """Numbers of the 8-bit float with 4 bits of exponent and 3 of mantissa, up to its largest, 448."""
+    """Numbers of the 8-bit float with 4 bits of exponent and 3 of mantissa, up to its largest,
+    448.
+    """
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double() / 448
     return torch.cat([-codes[1:].flip(0), codes]) if signed else codes
 
@@ -303,7 +306,7 @@ def peer_updates(name: str, exact: ExactUpdates) -> Callable[[Tensor, int], Tens
         with torch.no_grad():
             param.zero_()
         param.grad = grad
-        with mock.patch("torch.compile", lambda function, **_: function):  # torchao's step, uncompiled
+        with mock.patch("torch.compile", lambda function, **_: function):  # torchao's step
             optimizer.step()
         return -param.detach().double()
 

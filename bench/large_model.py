@@ -2,13 +2,13 @@ r"""Trains all parameters of a decoder of 13 billion on one GPU.
 
 Tokens a second, memory, and what the step adds.
 
-    python bench/large_model.py --results FILE.json                          # gradients held, clipping on
+    python bench/large_model.py --results FILE.json                  # gradients held, clipping on
     python bench/large_model.py --results FILE.json --window-bytes auto
-    python bench/large_model.py --results FILE.json --in-backward            # gradients applied as they come
+    python bench/large_model.py --results FILE.json --in-backward    # gradients applied at once
     python bench/large_model.py --results FILE.json --find-largest --in-backward --moments uint8
     python bench/large_model.py --results FILE.json --params 8.1e9 --width 4096 --vocab 128256 \
-        --batch 1 --in-backward --gpu-memory 24                              # a card of 24 GB
-    python bench/large_model.py --tiny --device cpu                          # seconds, says nothing
+        --batch 1 --in-backward --gpu-memory 24                      # a card of 24 GB
+    python bench/large_model.py --tiny --device cpu                  # seconds, says nothing
 
 Random weights in bfloat16, made on the GPU; real text (sources of the machine's Python packages, as
 `quality.py` reads them); a checkpoint around every block; the loss in float32, a few tokens at a
@@ -167,7 +167,7 @@ def predict(options: argparse.Namespace, gpu_bytes: int, host_bytes: int) -> Rec
     return {"command": " ".join(["fused-offload", *arguments]), **report}
 
 
-# -- one case, in a process of its own -------------------------------------------------------------------------------
+# -- one case, in a process of its own -------------------------------------------------------------
 
 
 def limits(options: argparse.Namespace) -> tuple[int, int]:
@@ -185,7 +185,9 @@ def limits(options: argparse.Namespace) -> tuple[int, int]:
 
 
 def limit_allocator(gpu_bytes: int) -> None:
-    """Keeps torch, the CUDA context and loaded kernels together below a number of bytes of the current GPU."""
+    """Keeps torch, the CUDA context and loaded kernels together below a number of bytes of the
+    current GPU.
+    """
     free, total = torch.cuda.mem_get_info()
     allowed = gpu_bytes - (total - free) - LIBRARY_BYTES
     if allowed <= 0:
@@ -221,7 +223,9 @@ def train(
     size = size_of(options)
     order = torch.Generator().manual_seed(0)
     params = list(model.parameters())
-    batches = []  # all on the device before anything is timed: copies from pageable memory wait for it
+    # All of them are on the device before anything is timed, since copies from pageable memory
+    # wait.
+    batches = []
     for _ in range(options.iterations * options.microbatches):
         starts = torch.randint(len(text.train) - options.length, (options.batch,), generator=order)
         batches.append(windows(text.train, starts, size, device))
@@ -247,7 +251,7 @@ def train(
         model.zero_grad(set_to_none=True)
         final_loss = float(loss)
         if device.type == "cuda":
-            stepped.synchronize()  # parameters are final; the write-back may go on under the next forward pass
+            stepped.synchronize()  # parameters are final, the write-back is not
         now = time.perf_counter()
         yield Iteration(
             wall_ms=(now - ended) * 1e3,
@@ -400,7 +404,7 @@ def summary(iterations: list[Iteration], optimizer: FusedOffloadAdam, record: Re
     return result
 
 
-# -- cases, and the search for the largest model ---------------------------------------------------------------------
+# -- cases, and the search for the largest model ---------------------------------------------------
 
 
 def in_child(options: argparse.Namespace, limit_s: float) -> Record:
@@ -490,7 +494,7 @@ def find_largest(options: argparse.Namespace, results: Record) -> Iterator[tuple
     Yields every case.
     """
     began = time.perf_counter()
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # asking takes memory of the GPU
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:  # takes GPU memory
         gpu_bytes, host_bytes = pool.submit(limits, options).result()
     if options.gpu_memory is None:
         gpu_bytes -= GPU_RESERVE_BYTES

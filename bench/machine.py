@@ -163,4 +163,5 @@ def _nvml_facts(uuid: str) -> dict[str, Any]:
 
 
 def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value  # older releases of nvidia-ml-py return bytes
+    # Older releases of nvidia-ml-py return bytes.
+    return value.decode() if isinstance(value, bytes) else value

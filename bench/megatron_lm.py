@@ -1,7 +1,9 @@
-"""Runs Megatron-LM's own pretrain_gpt.py with one optimizer after the other.
+r"""Runs Megatron-LM's own pretrain_gpt.py with one optimizer after the other.
 
-    python bench/megatron_lm.py --megatron-lm DIR --results FILE.json [--cases NAME ...] [--gpus 2 --tp 2]
-    python bench/megatron_lm.py --megatron-lm DIR --results FILE.json --tiny --device cpu    # says nothing about speed
+    python bench/megatron_lm.py --megatron-lm DIR --results FILE.json [--cases NAME ...] \
+        [--gpus 2 --tp 2]
+    python bench/megatron_lm.py --megatron-lm DIR --results FILE.json \
+        --tiny --device cpu    # says nothing about speed
 
 Each case is a process of its own per GPU, started by torchrun from that checkout, with mock data,
 without checkpoints and without a network. `stock` is TransformerEngine's FusedAdam as Megatron uses
@@ -37,7 +39,9 @@ from machine import check_device, check_writable, machine_facts
 
 RANK = Path(__file__).with_name("megatron_lm_rank.py")
 MOMENTS = {"12B": "fp32", "10B": "fp32", "6B": "bf16", "4.06B": "fp8"}
-"""Dtype of both moments by format. Megatron calls 8 bits fp8. At 12 bytes masters are whole, otherwise remainders."""
+"""Dtype of both moments by format. Megatron calls 8 bits fp8. At 12 bytes masters are whole,
+otherwise remainders.
+"""
 WINDOWS: dict[str, int | str] = {"none": 0, "auto": "auto", "full": 2**50}
 FRACTIONS = (25, 50, 100)
 TINY = {
@@ -202,7 +206,8 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // options.gpus)))
     if options.tp > 1:
-        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # Megatron requires it before Blackwell
+        # Megatron requires it on GPUs before Blackwell.
+        environment.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return environment
 
 
@@ -282,7 +287,9 @@ def what_log_says(log: str) -> dict[str, Any]:
 
 
 def equal_digits(ours: Sequence[float | None], theirs: Sequence[float | None]) -> float | None:
-    """Fewest decimal digits in which two series agree; infinite for equal bits, None without values."""
+    """Fewest decimal digits in which two series agree; infinite for equal bits, None without
+    values.
+    """
     pairs = [(a, b) for a, b in zip(ours, theirs, strict=False) if a is not None and b is not None]
     if not pairs:
         return None

@@ -72,7 +72,9 @@ class Watch:
         return [one for one in inner if isinstance(one, FusedOffloadAdam)]
 
     def _report(self) -> list[dict[str, float]]:
-        """The latest completed step, summed over optimizers, which step one after the other; empty without one."""
+        """The latest completed step, summed over optimizers, which step one after the other; empty
+        without one.
+        """
         reports = [dataclasses.asdict(one) for one in (opt.last_step_report() for opt in self._ours) if one is not None]
         if not reports:
             return []

@@ -1,8 +1,9 @@
-"""Trains a Megatron-Core GPT with one optimizer after another.
+r"""Trains a Megatron-Core GPT with one optimizer after another.
 
 Bits, GPU memory of each iteration, time of the step.
 
-    python bench/megatron_train.py --results FILE.json [--cases NAME ...] [--layers 24] [--hidden 2048]
+    python bench/megatron_train.py --results FILE.json [--cases NAME ...] \
+        [--layers 24] [--hidden 2048]
     torchrun --nproc-per-node 2 bench/megatron_train.py ...
 
 The model is Megatron's local GPT in bfloat16 under DistributedDataParallel with the distributed
@@ -24,11 +25,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matrix product: for determinism
+# Needed for determinism, and set before the first matrix product.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 
-if __name__ == "__main__" and not torch.cuda.is_available():  # before Megatron, whose import takes seconds and warns
+# Comes before Megatron, whose import takes seconds and warns.
+if __name__ == "__main__" and not torch.cuda.is_available():
     raise SystemExit("bench/megatron_train.py trains on a CUDA GPU, and torch sees none here.")
 
 from copies_only import run_copies_only
@@ -140,7 +143,9 @@ def tokens_of(iteration: int, args: argparse.Namespace) -> torch.Tensor:
 
 @contextlib.contextmanager
 def timed_steps(optimizer: Any, samples_ms: list[float]) -> Iterator[None]:
-    """Notes how long the inner optimizers take from an idle GPU to an idle GPU, write-back included."""
+    """Notes how long the inner optimizers take from an idle GPU to an idle GPU, write-back
+    included.
+    """
 
     def timed(inner: Any) -> Any:
         step = inner.step
@@ -168,7 +173,9 @@ def timed_steps(optimizer: Any, samples_ms: list[float]) -> Iterator[None]:
 
 
 def checksum(tensors: list[torch.Tensor]) -> int:
-    """A number that depends on every bit and its place, the same for equal tensors on any device."""
+    """A number that depends on every bit and its place, the same for equal tensors on any
+    device.
+    """
     total = 0
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
@@ -181,12 +188,15 @@ def checksum(tensors: list[torch.Tensor]) -> int:
 
 
 def state_checksum(optimizer: Any) -> int:
-    """`checksum` of moments and true masters, parameter by parameter, in the order of the buffers."""
+    """`checksum` of moments and true masters, parameter by parameter, in the order of the
+    buffers.
+    """
     total = 0
     for child in optimizer.chained_optimizers:
         for model_param in child.model_param_gbuf_map:
             values = child._get_main_param_and_optimizer_states(model_param)
-            if values["param"].dtype == torch.int16:  # TransformerEngine's: joined with its parameter
+            # A remainder of TransformerEngine's, to be joined with its parameter.
+            if values["param"].dtype == torch.int16:
                 values["param"] = _joined(child, model_param, values["param"])
             total = (total * 31 + checksum([values[key] for key in sorted(values)])) % 2**61
     return total

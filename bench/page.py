@@ -308,7 +308,7 @@ def _tuning_lines(record: Record) -> Iterator[str]:
         yield from ("", f"Chosen: {choice['why']}.")
 
 
-# -- pictures --------------------------------------------------------------------------------------------------------
+# -- pictures --------------------------------------------------------------------------------------
 
 
 def draw_all(everything: list[Results]) -> None:
@@ -323,7 +323,7 @@ def draw_all(everything: list[Results]) -> None:
         plots.draw(name, results.record, IMAGES / f"{name}.png")
 
 
-# -- the page --------------------------------------------------------------------------------------------------------
+# -- the page --------------------------------------------------------------------------------------
 
 
 def page(everything: list[Results]) -> str:

@@ -19,7 +19,9 @@ CPU_THREADS = 16
 
 
 def import_peer(module: str, name: str) -> Any:
-    """A peer's class; skips the benchmark, by name and with the reason, where it cannot be imported."""
+    """A peer's class; skips the benchmark, by name and with the reason, where it cannot be
+    imported.
+    """
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # packages built for another CUDA or torch fail in their own ways
@@ -145,7 +147,8 @@ def _deepspeed(params: list[torch.nn.Parameter]) -> Ready:
     def make(masters: list[torch.Tensor]) -> Any:
         try:
             return optimizer_class(masters, lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, adamw_mode=True)
-        except Exception as error:  # it is compiled now, for which compiler and ninja have to be there
+        # It is compiled now, for which a compiler and ninja are needed.
+        except Exception as error:
             pytest.skip(f"DeepSpeedCPUAdam cannot be built: {type(error).__name__}: {error}")
 
     return _with_masters_on_the_cpu(params, make)

@@ -101,7 +101,7 @@ def peak_gb(case: Record) -> float:
     return float(case["peak_bytes"] - case.get("foreign_bytes", 0)) / 1e9
 
 
-# -- added time and memory -----------------------------------------------------------------------------------
+# -- added time and memory -------------------------------------------------------------------------
 
 _SPACING = 1.16
 """Least ratio of the heights of two labels in the same column, on the logarithmic axis."""
@@ -171,7 +171,7 @@ def has_added(record: Record) -> bool:
     return {"none-4", "torch-fused-resident-4"} <= record.get("cases", {}).keys()
 
 
-# -- the step ------------------------------------------------------------------------------------------------
+# -- the step --------------------------------------------------------------------------------------
 
 FORMATS = ("12B", "10B", "6B")
 _WAYS = {
@@ -242,7 +242,7 @@ def _draw_bars(axis: Any, bars: list[tuple[str, float, Kind]]) -> None:
     axis.legend(fontsize=8)
 
 
-# -- the window ----------------------------------------------------------------------------------------------
+# -- the window ------------------------------------------------------------------------------------
 
 _WINDOWS = {"stream": "none", "auto": "freed memory (auto)", "half": "half of the state", "window": "all of the state"}
 

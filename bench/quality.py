@@ -1,8 +1,8 @@
 """Cost of narrow moments in held-out loss: one GPT, one text, one stored format after another.
 
-    python bench/quality.py --results FILE.json                     # all formats, three seeds, two beta2: 24 runs
+    python bench/quality.py --results FILE.json           # 24 runs: formats, seeds, beta2
     python bench/quality.py --results FILE.json --forms bf16-stochastic --seeds 0 --beta2 0.999
-    python bench/quality.py --tiny --device cpu                     # seconds, says nothing
+    python bench/quality.py --tiny --device cpu           # seconds, says nothing
 
 The text is the source code of whatever Python packages the machine has, split into words; a word
 that is not among the most frequent ones is its bytes. Rare words make embedding rows that most
@@ -211,7 +211,8 @@ class Training:
         self.size, self.options = size, options
         self.text = Text(*(tokens.to(self.device) for tokens in text))
         self.model = build_model(size, 0, self.device)
-        self._initial: dict[int, dict[str, torch.Tensor]] = {}  # of one seed: making them takes seconds
+        # Initial parameters by seed, which take seconds to make.
+        self._initial: dict[int, dict[str, torch.Tensor]] = {}
         self._loss: Callable[[torch.Tensor], torch.Tensor] = self.model
         if options.compile:
             self._loss = torch.compile(self.model)

@@ -35,7 +35,9 @@ def _spread(losses: Sequence[float]) -> float:
 
 
 def quality_lines(runs: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """All runs beside those in float32 with the same seed, then each format over its seeds, in Markdown."""
+    """All runs beside those in float32 with the same seed, then each format over its seeds, in
+    Markdown.
+    """
 
     def run_line(run: dict[str, Any]) -> tuple[str, ...]:
         base = _in_float32(runs, run)

@@ -10,7 +10,8 @@ from fused_offload.config import DEFAULT_CHUNK_BYTES, DEFAULT_DEPTH
 MIB = 2**20
 
 COPY_MIB = (1, 4, 8, 16, 24, 48, 64)
-DUPLEX_MIB = (4, 8, 16, 24, 48, 64)  # where a link is at its best; the smallest copies are bound by their launches
+# Sizes at which a link is fastest; smaller copies are bound by their launches.
+DUPLEX_MIB = (4, 8, 16, 24, 48, 64)
 SWEEP_CHUNK_MIB = (8, 16, 24, 48, 96)
 SWEEP_DEPTHS = (2, 3, 4)
 

@@ -1,4 +1,6 @@
-"""What all results say, in a line each: the first part of docs/benchmarks.md, which `page.py` writes."""
+"""What all results say, in a line each: the first part of docs/benchmarks.md, which `page.py`
+writes.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ PEAK_TFLOPS = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H200": 989.4}
 
 
 def model_tflops(case: Record) -> tuple[float, float]:
-    """TFLOP/s of forward and backward passes, and those with the second forward pass of each block."""
+    """TFLOP/s of forward and backward passes, and those with the second forward pass of each
+    block.
+    """
     forward = 2 * case["param_numel"] * case["tokens_per_s"] / 1e12
     return 3 * forward, 4 * forward
 

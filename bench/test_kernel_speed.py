@@ -126,7 +126,7 @@ def test_torch_fused_adamw(benchmark: BenchmarkFixture, scale: Scale, rows: Rows
         samples,
         params={"form": "fp32 parameters, no master", "launches": scale.launches},
         numel=numel * tensors,
-        memory_bytes=7 * 4 * numel * tensors,  # I/O: read param + grad + 2 moments, write param + 2 moments
+        memory_bytes=7 * 4 * numel * tensors,  # read p, g and 2 moments, write p and 2 moments
         note="float32 parameters and gradients",
     )
     rows.add(benchmark, row)

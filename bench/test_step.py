@@ -164,7 +164,8 @@ def step_rows(
 def check_that_copies_change_nothing(optimizer: FusedOffloadAdam, link: LinkRounds, params: list[Any]) -> None:
     """The baseline moves the same bytes to the same places as the step."""
     views = [view for param in (params[0], params[-1]) for view in optimizer.state[param].values()]
-    assert not any(view.isnan().any() for view in views if view.is_floating_point())  # a NaN equals nothing
+    # A NaN equals nothing, so none may be left.
+    assert not any(view.isnan().any() for view in views if view.is_floating_point())
     before = [view.clone() for view in views]
     watch = Watch(params)
     link.measure()
@@ -291,7 +292,7 @@ def test_resident_against_torch(benchmark: BenchmarkFixture, scale: Scale, rows:
             total_ms,
             params={"form": "fp32 parameters, no master", "peer": "resident/torch-fused"},
             numel=numel * tensors,
-            memory_bytes=7 * 4 * numel * tensors,  # I/O: read param + grad + 2 moments, write param + 2 moments
+            memory_bytes=7 * 4 * numel * tensors,  # read p, g and 2 moments, write p and 2 moments
             extra_gpu_bytes=extra_gpu_bytes,
             host_ms=median(time.host_ms for time in samples),
             ratio_to_peer=median(total_ms) / torch_ms,
@@ -300,7 +301,9 @@ def test_resident_against_torch(benchmark: BenchmarkFixture, scale: Scale, rows:
 
 
 def test_drift(benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device) -> None:
-    """Many steps in a row: memory that grows or a queue that fills would show as steps that take longer and longer."""
+    """Many steps in a row: memory that grows or a queue that fills would show as steps that take
+    longer and longer.
+    """
     format = FORMAT_6B
     numel, tensors = scale.tensor_numel, scale.tensors
     params = make_params(numel, tensors, device)

@@ -1,4 +1,6 @@
-"""Chunk size and depth of the ring, for whoever has another machine than the defaults were measured on (--sweep)."""
+"""Chunk size and depth of the ring, for whoever has another machine than the defaults were measured
+on (--sweep).
+"""
 
 from __future__ import annotations
 

@@ -34,7 +34,8 @@ def profile_of_this_machine(
 ) -> None:
     """The user's own profile, which tests do not see otherwise."""
     monkeypatch.setenv(profiles.FOLDER_VARIABLE, request.config.getoption("profiles") or "")
-    monkeypatch.setattr(profiles, "of_device", profiles.of_device.__wrapped__)  # read it now, not what was read before
+    # Reads the profile now, instead of what was read before.
+    monkeypatch.setattr(profiles, "of_device", profiles.of_device.__wrapped__)
     found = profiles.of_device(device.index)
     if found.profile is None:
         pytest.skip(f"no profile to compare with the defaults: {found.reason}")

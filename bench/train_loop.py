@@ -71,7 +71,9 @@ class Case(NamedTuple):
 
 
 def all_cases() -> dict[str, Case]:
-    """Every case by name; each row is compared with the resident one of its format and microbatches."""
+    """Every case by name; each row is compared with the resident one of its format and
+    microbatches.
+    """
     resident = OffloadConfig(fraction=0.0)
     everything, auto = OffloadConfig(window_bytes=ALL), OffloadConfig(window_bytes="auto")
     return {
@@ -243,7 +245,9 @@ def afterwards(trained: Trained, params: list[nn.Parameter], device: torch.devic
 
 
 def add_ratios(results: dict[str, Any]) -> None:
-    """Time of each case beyond the resident one of its format and microbatches, and the bare loop."""
+    """Time of each case beyond the resident one of its format and microbatches, and the bare
+    loop.
+    """
     without = {row["microbatches"]: row["iteration_ms"] for name, row in results.items() if name.startswith("none")}
     for row in results.values():
         if row["microbatches"] in without:
@@ -286,7 +290,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def check_cases(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Leaves out what needs a GPU where there is none, and ends the program if what is left cannot run."""
+    """Leaves out what needs a GPU where there is none, and ends the program if what is left cannot
+    run.
+    """
     full_gpu = [name for name in options.cases if all_cases()[name].full_gpu]
     if torch.device(options.device).type != "cuda":
         options.cases = [name for name in options.cases if name not in full_gpu]

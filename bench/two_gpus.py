@@ -1,4 +1,4 @@
-"""The step on several GPUs of one host at once, beside plain copies on all of them at once, and copies that take turns.
+"""The step on several GPUs of one host at once, beside plain copies at once and in turns.
 
     torchrun --nproc-per-node 2 bench/two_gpus.py --results FILE.json
     torchrun --nproc-per-node 2 bench/two_gpus.py --tiny --device cpu      # seconds, says nothing

@@ -1,13 +1,15 @@
-"""Fine-tunes a Hugging Face decoder with the Trainer, all of it or LoRA adapters, with optimizer state in host memory.
+"""Fine-tunes a Hugging Face decoder or LoRA adapters with optimizer state in host memory.
 
-The model is a Llama made from a configuration, with random weights; nothing comes from a hub. The text is the Python
-standard library's own source code, byte by byte. Put `from_pretrained` and your data in their places.
+The model is a Llama made from a configuration, with random weights; nothing comes from a hub. The
+text is the Python standard library's own source code, byte by byte. Put `from_pretrained` and your
+data in their places.
 
     python examples/finetune_hf.py
     python examples/finetune_hf.py --lora
     python examples/finetune_hf.py --size 1b --steps 50
 
-Needs transformers and accelerate, and peft for --lora. A GPU for --size 1b; tiny trains on a CPU in seconds.
+Needs transformers and accelerate, and peft for --lora. A GPU for --size 1b; tiny trains on a CPU in
+seconds.
 """
 
 from __future__ import annotations
@@ -56,7 +58,7 @@ def build_model(options: argparse.Namespace, device: str) -> torch.nn.Module:
 
 
 def build_optimizer(model: torch.nn.Module, options: argparse.Namespace) -> FusedOffloadAdam:
-    """AdamW over what is trained; bfloat16 parameters with 6 bytes of state each, float32 ones with 4."""
+    """AdamW with 6 bytes of state for each bfloat16 parameter, and 4 for each float32 parameter."""
     return FusedOffloadAdam(
         [param for param in model.parameters() if param.requires_grad],
         lr=options.lr,

@@ -1,4 +1,4 @@
-"""What the link between CPU and GPU gives, and how much of it an optimizer step uses. Needs a CUDA GPU."""
+"""Speed of the link between CPU and GPU, and the share that a step uses. Needs a CUDA GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rich.table import Table
 
 from fused_offload import FusedOffloadAdam
 
-COPY_BYTES = 16 * 2**20  # large enough for the link, small enough for both directions to start at once
+# Large enough for the link, small enough for both directions to start at once.
+COPY_BYTES = 16 * 2**20
 COPIES = 32  # together more than a CPU's cache holds, as the state is
 REPEATS = 5
 
@@ -45,7 +46,7 @@ def duplex_bytes_per_s(device: torch.device) -> float:
 
 
 def step_seconds(optimizer: FusedOffloadAdam) -> float:
-    """Time of a step by itself, write-back included. Changes the parameters: call it when training is over."""
+    """Time of a step alone, with its write-back. Changes the parameters: call it after training."""
     for group in optimizer.param_groups:
         for param in group["params"]:
             param.grad = torch.zeros_like(param)
@@ -59,7 +60,7 @@ def step_seconds(optimizer: FusedOffloadAdam) -> float:
 
 
 def link_table(optimizer: FusedOffloadAdam, device: torch.device) -> Table:
-    """How fast a step moves the state, against the link, and what the state would take on the GPU."""
+    """Speed of a step against the link, and the GPU memory that the state would take."""
     report = optimizer.memory_report()
     optimizer.synchronize()
     trained = optimizer.last_step_report()

@@ -1,13 +1,14 @@
-"""Trains a byte-level GPT sharded by FSDP2, in a loop like torchtitan's, with optimizer state in host memory.
+"""Trains a byte-level GPT sharded by FSDP2, with optimizer state in host memory.
 
-Float32 parameters, bfloat16 compute, float32 reduction, activation checkpointing, gradient accumulation, clipping,
-warm-up, and asynchronous distributed checkpoints that resume on any number of processes.
+The loop is like torchtitan's: float32 parameters, bfloat16 compute, float32 reduction, activation
+checkpointing, gradient accumulation, clipping, warm-up, and asynchronous distributed checkpoints
+that resume on any number of processes.
 
     torchrun --nproc-per-node 8 examples/train_fsdp.py --folder run --steps 200
     torchrun --nproc-per-node 4 examples/train_fsdp.py --folder run --steps 400
 
-The second command goes on from the last checkpoint of the first. Needs torchrun, and a GPU for each process; without
-GPUs it trains a tiny model over gloo.
+The second command goes on from the last checkpoint of the first. Needs torchrun, and a GPU for each
+process; without GPUs it trains a tiny model over gloo.
 """
 
 from __future__ import annotations
@@ -140,7 +141,7 @@ def build(device: torch.device, context: int, total_steps: int) -> TrainState:
 def train_step(
     state: TrainState, text: Tensor, device: torch.device, context: int, microbatches: int
 ) -> tuple[Any, Any]:
-    """One step on this rank's share of the data; returns loss and gradient norm, still on the device."""
+    """One step on this rank's share of the data; returns loss and gradient norm on the device."""
     generator = torch.Generator().manual_seed(state.step * dist.get_world_size() + dist.get_rank())
     assert isinstance(state.model, FSDPModule)
     total = torch.zeros((), device=device)
@@ -173,7 +174,8 @@ def train(state: TrainState, args: argparse.Namespace, device: torch.device) -> 
         if state.step % args.save_every == 0 or state.step == args.steps:
             if writing is not None:
                 writing.result()
-            # Copies the state before it returns, so that the steps to come do not tear what is written.
+            # Copies the state before it returns, so that the steps to come do not tear what is
+            # written.
             writing = dcp.async_save({"train": state}, checkpoint_id=folder_of(args, state.step), process_group=saving)
     if writing is not None:
         writing.result()

@@ -1,14 +1,15 @@
-"""Trains a byte-level GPT with FusedOffloadAdam and proves that a resumed run ends in the same bits.
+"""Trains a byte-level GPT with FusedOffloadAdam, and checks that resuming keeps all bits.
 
-The text is the Python standard library's own source code, which every machine has. Three runs are compared:
+The text is the Python standard library's own source code, which every machine has. Three runs are
+compared:
 
 1. one from start to end;
 2. the same again, saving a checkpoint halfway: two runs must agree bit for bit;
 3. a fresh process that resumes from that checkpoint: it must end in the same bits as well.
 
-Parameters are bfloat16; float32 master weights and both moments live in CPU memory. Needs nothing but this project, and
-no GPU: without one the model is small and the demo takes a few minutes; on a GPU it has 354 million parameters. On a
-CPU it computes with as many threads as cores are idle.
+Parameters are bfloat16; float32 master weights and both moments live in CPU memory. Needs nothing
+but this project, and no GPU: without one the model is small and the demo takes a few minutes; on a
+GPU it has 354 million parameters. On a CPU it computes with as many threads as cores are idle.
 
     python examples/train_gpt.py
     python examples/train_gpt.py --size tiny --steps 4 --device cpu
@@ -83,7 +84,7 @@ SIZES = {
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias that computes in the dtype of its input, whatever the dtype of its weight."""
+    """A linear layer without bias that computes in the dtype of its input."""
 
     def __init__(self, in_features: int, out_features: int, *, init_std: float = 0.02) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -135,8 +136,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Byte-level GPT with bfloat16 parameters.
 
-    On a GPU it computes in bfloat16 too. On a CPU it computes in float32, since most CPUs have no bfloat16 arithmetic
-    and emulate it several times slower; parameters and gradients are bfloat16 all the same.
+    On a GPU it computes in bfloat16 too. On a CPU it computes in float32, since most CPUs have no
+    bfloat16 arithmetic and emulate it several times slower; parameters and gradients are bfloat16
+    all the same.
     """
 
     def __init__(self, size: Size, device: torch.device) -> None:
@@ -148,13 +150,14 @@ class GPT(nn.Module):
             self.norm = Norm(size.width)
             self.head = Linear(size.width, VOCABULARY)
         for embedding in (self.token_embedding, self.position_embedding):
-            # Much smaller embeddings, divided by their size in the first normalisation, get huge gradients.
+            # Much smaller embeddings, divided by their size in the first normalisation, get huge
+            # gradients.
             nn.init.normal_(embedding.weight, std=0.5)
         self.compute_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.to(torch.bfloat16)
 
     def loss(self, tokens: Tensor) -> Tensor:
-        """Mean negative log likelihood, in nats, of each byte of ``[batch, context + 1]`` after the first."""
+        """Mean negative log likelihood in nats of ``[batch, context + 1]`` bytes but the first."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         positions = torch.arange(inputs.shape[1], device=tokens.device)
         x = (self.token_embedding(inputs) + self.position_embedding(positions)).to(self.compute_dtype)
@@ -172,7 +175,7 @@ class Corpus(NamedTuple):
 
 
 def load_corpus() -> Corpus:
-    """Reads the standard library's sources, folder by folder in sorted order; the last part is held out."""
+    """Reads the standard library's sources in sorted order; the last part is held out."""
     text = bytearray()
     for folder, subfolders, files in os.walk(sysconfig.get_path("stdlib")):
         # os.walk descends into what is left here, in this order; site-packages may hold gigabytes.
@@ -186,7 +189,7 @@ def load_corpus() -> Corpus:
 
 
 def windows(text: Tensor, starts: Tensor, size: Size, device: torch.device) -> Tensor:
-    """The ``context + 1`` bytes from each start, as ``[len(starts), context + 1]`` int64 on ``device``."""
+    """Bytes from each start, as ``[len(starts), context + 1]`` int64 on ``device``."""
     offsets = torch.arange(size.context + 1)
     return text[starts[:, None] + offsets].long().to(device)
 
@@ -201,7 +204,7 @@ def learning_rate_factor(step: int, steps: int) -> float:
 
 
 class Digests(NamedTuple):
-    """What a run ended in: SHA-256 over all bytes of the parameters and of the optimizer's state."""
+    """SHA-256 over all bytes of a run's final parameters and optimizer state."""
 
     parameters: str
     optimizer: str
@@ -338,12 +341,14 @@ def memory_table(optimizer: FusedOffloadAdam) -> Table:
 
 
 def make_deterministic(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Restricts torch to operations that give the same bits each time; attention is restricted in the context."""
+    """Restricts torch to operations with reproducible bits; attention only within the context."""
     torch.use_deterministic_algorithms(True)
     if device.type == "cuda":
-        # cuBLAS reads it when it is initialised; without it matrix products may differ from run to run.
+        # cuBLAS reads it when it is initialised; without it matrix products may differ from run to
+        # run.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        # Its backward pass is deterministic when asked for as above; cuDNN's, which torch may prefer, is not.
+        # Its backward pass is deterministic when asked for as above; cuDNN's, which torch may
+        # prefer, is not.
         backend = SDPBackend.FLASH_ATTENTION
     else:
         backend = SDPBackend.MATH
@@ -380,7 +385,7 @@ def describe_machine(device: torch.device) -> str:
 
 
 def train_timed(training: Training, until: int, label: str) -> None:
-    """Trains up to step ``until``; reports how long a step took and how much GPU memory the steps peaked at."""
+    """Trains up to step ``until``; reports the time of a step and the peak of GPU memory."""
     on_gpu = training.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats(training.device)
@@ -443,14 +448,14 @@ def result_path(checkpoint: Path) -> Path:
 
 
 def started_path(checkpoint: Path) -> Path:
-    """File of a process that resumes from ``checkpoint``, which it makes when it begins to train."""
+    """File that a process resuming from ``checkpoint`` makes when it begins to train."""
     return checkpoint.with_suffix(".started")
 
 
 def run_resumed_process(options: argparse.Namespace, checkpoint: Path) -> Digests:
-    """Resumes from the checkpoint in a fresh process, which shares nothing with this one but the file."""
+    """Resumes in a fresh process, which shares only the checkpoint with this one."""
     command = [sys.executable, __file__, "--resume", str(checkpoint)]
-    for name in ("size", "steps", "device", "seed", "threads"):  # other threads would add up in another order
+    for name in ("size", "steps", "device", "seed", "threads"):  # threads set the order of sums
         command += [f"--{name}", str(getattr(options, name))]
     started_path(checkpoint).unlink(missing_ok=True)
     began = time.perf_counter()

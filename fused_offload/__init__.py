@@ -22,9 +22,10 @@ _MODULES = {"FusedOffloadAdam": "adam", "FusedOffloadLion": "lion"}
 
 
 def _find_kernels() -> None:
-    """Makes ``fused_offload.kernels`` of ``kernels/`` beside this folder, where no installation has put it in here.
+    """Makes ``fused_offload.kernels`` of the folder ``kernels/`` beside this one in a checkout.
 
-    That is so in a checkout, also if another copy is installed and Python was started in this one.
+    An installation has it inside of this folder. A checkout does not, also if another copy is
+    installed and Python was started in the checkout.
     """
     here = os.path.dirname(os.path.abspath(__file__))
     beside = os.path.join(os.path.dirname(here), "kernels")
@@ -44,7 +45,7 @@ _find_kernels()
 
 
 def __getattr__(name: str) -> Any:
-    """Imports an optimizer, and with it torch, at its first use: the command line's help needs neither."""
+    """Imports an optimizer and torch at first use, since the command's help needs neither."""
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)

@@ -87,7 +87,7 @@ class OffloadConfig:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"Invalid {name}: {getattr(self, name)!r}, it should be True or False")
         if self.graph:
-            object.__setattr__(self, "graph", False)  # copies of this configuration do not warn again
+            object.__setattr__(self, "graph", False)  # so that copies do not warn again
             warnings.warn(
                 "OffloadConfig(graph=True) has no effect any more: replaying the step as a CUDA graph was at most 2 % "
                 "faster and up to 31 % slower. Leave graph out; the next release will not accept it.",

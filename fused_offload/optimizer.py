@@ -77,7 +77,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         use_decoupled_grad: read gradients from ``param.decoupled_grad`` instead of ``param.grad``.
     """
 
-    _step_supports_amp_scaling = True  # torch's GradScaler hands grad_scale and found_inf to the step
+    _step_supports_amp_scaling = True  # GradScaler sets grad_scale and found_inf for the step
 
     # -- construction and groups -------------------------------------------------------------------
 
@@ -130,7 +130,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         )
         self._store = StateStore(offload, self._hooks, self._formats)
         self._stepper = Stepper(offload, self._hooks, self._store)
-        self._steps_before_removal: dict[int, tuple[dict[str, Any], int]] = {}  # by the id of the group
+        self._steps_before_removal: dict[int, tuple[dict[str, Any], int]] = {}  # by id of the group
         self._closed = False
         self._warned_cpu_shards = False
         self._warned_of_group = True  # until all groups are there
@@ -800,7 +800,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self.state.clear()
 
     def __repr__(self) -> str:
-        """Groups as torch shows them, then stored dtypes, the rule's settings, the configuration."""
+        """Groups as torch shows them, stored dtypes, the rule's settings, the configuration."""
         lines = {key: str(format.dtype) for key, format in self._rule().formats.items()}
         if self.master_weights:
             kept = ", as 16-bit remainder beside a torch.bfloat16 parameter" if self.store_param_remainders else ""

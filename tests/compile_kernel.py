@@ -3,8 +3,8 @@
 ``python tests/compile_kernel.py adam EXP_AVG EXP_AVG_SQ MASTER [--target 80 90 100 120]``
 ``python tests/compile_kernel.py lion EXP_AVG MASTER [--target 80 90 100 120]``
 
-The interpreter runs Python, and takes much that Triton's compiler does not. Arguments are names of stored formats,
-and compute capabilities without their point; by default Hopper's.
+The interpreter runs Python, and takes much that Triton's compiler does not. Arguments are names of
+stored formats, and compute capabilities without their point; by default Hopper's.
 """
 
 from __future__ import annotations

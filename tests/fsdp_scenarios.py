@@ -1,7 +1,8 @@
-"""Scenarios of tests/test_fsdp.py, run by every rank of a gloo group: ``fsdp_scenarios.py FOLDER NAME...``.
+"""Scenarios of tests/test_fsdp.py, run by every rank of a gloo group:
+``fsdp_scenarios.py FOLDER NAME...``.
 
-One process runs many of them, since starting it takes longer than most. Each line of output is the name of one that
-passed.
+One process runs many of them, since starting it takes longer than most. Each line of output is the
+name of one that passed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def scenario(function: Callable[[], None]) -> Callable[[], None]:
     return function
 
 
-# -- a small GPT ------------------------------------------------------------------------------------------------------
+# -- a small GPT -----------------------------------------------------------------------------------
 
 
 class Block(torch.nn.Module):
@@ -121,7 +122,9 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: range
 
 
 class _Alone(TorchDispatchMode):
-    """Refuses collectives and everything that torch would dispatch through DTensor, which may communicate."""
+    """Refuses collectives and everything that torch would dispatch through DTensor, which may
+    communicate.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace or any(issubclass(kind, DTensor) for kind in types):
@@ -135,7 +138,7 @@ def alone() -> Iterator[None]:
         yield
 
 
-# -- comparing --------------------------------------------------------------------------------------------------------
+# -- comparing -------------------------------------------------------------------------------------
 
 
 def local(tensor: Any) -> torch.Tensor:
@@ -164,7 +167,7 @@ FORMATS: dict[str, Settings] = {
 }
 
 
-# -- training ---------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 @scenario
@@ -195,7 +198,8 @@ def lion_equals_its_resident_run() -> None:
 
 @scenario
 def is_near_adamw() -> None:
-    # The same gradients for both: those of key biases are nothing but rounding, which Adam makes as large as any.
+    # The same gradients for both: those of key biases are nothing but rounding, which Adam makes as
+    # large as any.
     ours, theirs = gpt(), gpt()
     optimizer, reference = adam(ours), torch.optim.AdamW(theirs.parameters(), **HYPER)
     for step in range(10):
@@ -337,7 +341,7 @@ def what_cannot_be_stepped_is_refused() -> None:
     )
 
 
-# -- gradients in other placements ------------------------------------------------------------------------------------
+# -- gradients in other placements -----------------------------------------------------------------
 
 
 def random_grad(mesh: DeviceMesh, placements: tuple[Placement, ...], seed: int) -> DTensor:
@@ -378,7 +382,9 @@ def gradients_in_other_placements_are_redistributed() -> None:
 
 
 class Tokens(torch.nn.Module):
-    """Parallelised so that gradients of the embedding come replicated, and those of the norm as partial sums."""
+    """Parallelised so that gradients of the embedding come replicated, and those of the norm as
+    partial sums.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -470,7 +476,8 @@ def cpu_offload_policy() -> None:
         train(model, optimizer, range(2))
         runs += [model, optimizer]
     same_training(*runs)
-    # On a mesh of CPUs the policy moves nothing; a mesh of GPUs makes the same parameters offloaded ones.
+    # On a mesh of CPUs the policy moves nothing; a mesh of GPUs makes the same parameters offloaded
+    # ones.
     mesh = DeviceMesh.from_group(dist.group.WORLD, "cuda")
     params = list(model.parameters())
     with warnings.catch_warnings(record=True) as caught:
@@ -508,7 +515,9 @@ def plain_and_distributed_parameters_together() -> None:
 
 @scenario
 def an_optimizer_may_be_built_before_the_model_is_sharded() -> None:
-    """As Accelerate and the Trainer do: they put the shards in the place of the parameters, in every group."""
+    """As Accelerate and the Trainer do: they put the shards in the place of the parameters, in
+    every group.
+    """
     expected = gpt()
     train(expected, a := adam(expected), range(4))
     torch.manual_seed(0)
@@ -517,7 +526,8 @@ def an_optimizer_may_be_built_before_the_model_is_sharded() -> None:
     (group,) = b.param_groups
     names = {id(param): name for name, param in other.named_parameters()}
     order = [names[id(param)] for param in group["params"]]
-    group["params"] = [torch.empty(1) for _ in order]  # nothing holds the whole parameters while they are sharded
+    # Nothing keeps the whole parameters alive while they are sharded.
+    group["params"] = [torch.empty(1) for _ in order]
     shard(other)
     shards = dict(other.named_parameters())
     group["params"] = [shards[name] for name in order]
@@ -545,7 +555,7 @@ def groups_added_and_parameters_replaced() -> None:
     assert local(optimizer.state[new]["exp_avg"]).data_ptr() == kept.data_ptr()
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def fresh(like: Any, **settings: Any) -> tuple[Any, FusedOffloadAdam]:
@@ -556,7 +566,9 @@ def fresh(like: Any, **settings: Any) -> tuple[Any, FusedOffloadAdam]:
 def round_trip(
     name: str, model: Any, optimizer: FusedOffloadAdam, other: Any, **settings: Any
 ) -> tuple[Any, FusedOffloadAdam]:
-    """Saves and loads into new objects through dcp; loading writes into the storage that is there."""
+    """Saves and loads into new objects through dcp; loading writes into the storage that is
+    there.
+    """
     saved = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
     path = FOLDER / f"{name}-{dist.get_world_size()}"
     dcp.save(saved, checkpoint_id=path)
@@ -731,7 +743,8 @@ def assert_master_is_param(optimizer: FusedOffloadAdam, param: torch.Tensor) -> 
 
 @scenario
 def asynchronous_saves_are_not_torn() -> None:
-    group = dist.new_group(backend="gloo")  # the saving thread's collectives may not meet those of training
+    # The saving thread's collectives must not meet those of training.
+    group = dist.new_group(backend="gloo")
     for wait_between in (False, True):
         model = gpt()
         optimizer = adam(model)
@@ -802,7 +815,7 @@ def is_the_same_after_resharding() -> None:
     same_training(model, optimizer, expected, reference)
 
 
-# -- what training loops do -------------------------------------------------------------------------------------------
+# -- what training loops do ------------------------------------------------------------------------
 
 
 @scenario
@@ -905,7 +918,8 @@ def steps_in_backward() -> None:
             if steps_early:
                 optimizer.step_in_backward(model)
             train(model, optimizer, range(3))
-            for last in (False, True):  # FSDP keeps a microbatch's gradients until it reduces them: one pass
+            # FSDP keeps a microbatch's gradients until it reduces them, so this is one pass.
+            for last in (False, True):
                 model.set_requires_gradient_sync(last)
                 loss_of(model, 3).backward()
             optimizer.step()

@@ -1,4 +1,6 @@
-"""What several test modules share: devices, data, bitwise comparison, a float64 step and an independent oracle."""
+"""What several test modules share: devices, data, bitwise comparison, a float64 step and an
+independent oracle.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,7 @@ def device(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-# -- data --------------------------------------------------------------------------------------------------------
+# -- data ------------------------------------------------------------------------------------------
 
 
 def randn(
@@ -73,11 +75,13 @@ def set_grad(param: torch.Tensor, values: torch.Tensor | None) -> None:
         param.grad.data = values
 
 
-# -- bitwise comparison ------------------------------------------------------------------------------------------
+# -- bitwise comparison ----------------------------------------------------------------------------
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the CPU whose equality is that of bits; only NaNs count as one, whatever their sign and payload."""
+    """A copy on the CPU whose equality is that of bits; only NaNs count as one, whatever their sign
+    and payload.
+    """
     values = tensor.detach().cpu().contiguous()
     if not values.dtype.is_floating_point:
         return values.clone()
@@ -159,11 +163,13 @@ def no_host_sync(device: str) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-# -- a float64 step, from the textbook ---------------------------------------------------------------------------
+# -- a float64 step, from the textbook -------------------------------------------------------------
 
 
 class Step64(NamedTuple):
-    """Result of one step in float64, and how far a float32 step may be from it, element by element."""
+    """Result of one step in float64, and how far a float32 step may be from it, element by
+    element.
+    """
 
     param: torch.Tensor
     exp_avg: torch.Tensor
@@ -201,8 +207,9 @@ def step64(
 ) -> Step64:
     """One step of Adam (L2) or AdamW in float64.
 
-    Tolerances: in float32 ``1 - beta`` is off by up to 1.3e-5 relative at beta2 = 0.999, which half of enters the
-    update, hence 2e-5 for exp_avg_sq and lr * 2e-5 for the parameter; exp_avg is a sum of two terms, each within 1e-6.
+    Tolerances: in float32 ``1 - beta`` is off by up to 1.3e-5 relative at beta2 = 0.999, which half
+    of enters the update, hence 2e-5 for exp_avg_sq and lr * 2e-5 for the parameter; exp_avg is a
+    sum of two terms, each within 1e-6.
     """
     beta1, beta2 = betas
     p, g, m, v = (tensor.detach().cpu().double() for tensor in (param, grad, exp_avg, exp_avg_sq))
@@ -222,7 +229,7 @@ def step64(
     return Step64(new_param, m, v, lr * update_tol + ulp, m_tol, 2e-5 * v + 2.0**-149)
 
 
-# -- an independent oracle: whole parameters, one state each, no chunks ------------------------------------------
+# -- an independent oracle: whole parameters, one state each, no chunks ----------------------------
 
 MASTER_FORMATS: dict[str, Format | None] = {"none": None, "fp32": FP32, "fp16": FP16, "remainder": REMAINDER}
 EXP_AVG_FORMATS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16, torch.uint8: ROOT8}
@@ -264,10 +271,14 @@ def in_memory_order(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 class Oracle:
-    """One parameter and its state on the CPU; every step is one call of the reference on all of it."""
+    """One parameter and its state on the CPU; every step is one call of the reference on all of
+    it.
+    """
 
     def __init__(self, param: torch.Tensor, formats: FormatsCase, number: int = 0) -> None:
-        """``number`` counts the optimizer's parameters: with 8-bit moments random numbers depend on it."""
+        """``number`` counts the optimizer's parameters: with 8-bit moments random numbers depend on
+        it.
+        """
         self.param = in_memory_order(param, param).clone()
         self.counter = rounding_counter(number, 0)
         master = formats.master_format(param.dtype)
@@ -289,7 +300,9 @@ class Oracle:
         adam_w_mode: bool = True,
         grad_scale: float | None = None,
     ) -> None:
-        """One step; the elements of ``grad`` count in their order, which is that of the parameter in memory."""
+        """One step; the elements of ``grad`` count in their order, which is that of the parameter
+        in memory.
+        """
         lr = group["lr"]
         scalars = adam_scalars(
             lr=lr.item() if isinstance(lr, torch.Tensor) else lr,
@@ -305,9 +318,11 @@ class Oracle:
         self.state = self.state._replace(init_moments=False, init_master=False)
 
     def save_and_load(self) -> None:
-        """What a checkpoint does to state: values leave their stored format as float32 and come back.
+        """What a checkpoint does to state: values leave their stored format as float32 and come
+        back.
 
-        A master that no step has written yet is saved as the parameter, and is the master from then on.
+        A master that no step has written yet is saved as the parameter, and is the master from then
+        on.
         """
         master = self.state.master_param
         if self.state.init_master and master is not None and master.format is not REMAINDER:

@@ -32,7 +32,9 @@ def fma_rounds_once() -> bool:
 
 @contextmanager
 def fma_that_rounds_once() -> Iterator[None]:
-    """Interpreters of Triton 3.6 and older round an fma twice. The kernel cannot help that, so it is mended here."""
+    """Interpreters of Triton 3.6 and older round an fma twice. The kernel cannot help that, so it
+    is mended here.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available() and not fma_rounds_once():
 

@@ -1,4 +1,6 @@
-"""Runs scenarios on several ranks: one process for each, which runs many of them, since starting it takes longer."""
+"""Runs scenarios on several ranks: one process for each, which runs many of them, since starting it
+takes longer.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-_GRACE_S = 2  # for other ranks that fail, too, and say why; those that wait for the one that failed are killed
+# Time for other ranks to fail, too, and say why; those that wait for the failed one are killed.
+_GRACE_S = 2
 
 
 def free_port() -> int:
@@ -34,7 +37,8 @@ def run_ranks(
     limit_s: float,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """Starts ``script FOLDER NAME...`` for every rank, which calls `main`; again after each scenario that failed.
+    """Starts ``script FOLDER NAME...`` for every rank, which calls `main`; again after each
+    scenario that failed.
 
     Returns:
         Output of all ranks for each scenario that did not pass on all of them.

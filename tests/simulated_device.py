@@ -1,8 +1,9 @@
-"""A CUDA device, simulated on the CPU: streams run in any legal order, and memory is reused as early as it may be.
+"""A CUDA device, simulated on the CPU: streams run in any legal order, and memory is reused as
+early as it may be.
 
-The package's own pipeline runs on it, on parameters in ordinary memory. With a `Schedule` work is deferred: a stream
-holds operations until the host waits for them, or the schedule lets the device go ahead. Without one, everything runs
-at once and in order, and memory is not looked at.
+The package's own pipeline runs on it, on parameters in ordinary memory. With a `Schedule` work is
+deferred: a stream holds operations until the host waits for them, or the schedule lets the device
+go ahead. Without one, everything runs at once and in order, and memory is not looked at.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class Schedule(NamedTuple):
     """How the device uses the freedom that waits and events leave it.
 
     Attributes:
-        order: stream n runs before others as far as it can if ``order[n % 3]`` is the smallest. The caller's stream is
-            the first; then come those of the copies.
+        order: stream n runs before others as far as it can if ``order[n % 3]`` is the smallest. The
+            caller's stream is the first; then come those of the copies.
         eagerness: how likely the device goes ahead while the host enqueues, 0 to 1.
         seed: of the random choices.
     """
@@ -197,7 +198,8 @@ class SimulatedDevice:
         clock: operations run so far.
         is_running: whether an operation runs now, as opposed to the host's code.
         faults: wrong uses of memory so far.
-        calls_left: copies and kernels that are still enqueued before one raises `Interrupt`, or None.
+        calls_left: copies and kernels that are still enqueued before one raises `Interrupt`, or
+            None.
     """
 
     def __init__(self, schedule: Schedule | None = None) -> None:
@@ -214,7 +216,7 @@ class SimulatedDevice:
         self._given_back: list[tuple[Memory, list[Token]]] = []
         self.current = Stream(self)
 
-    # -- time ----------------------------------------------------------------------------------------------------
+    # -- time --------------------------------------------------------------------------------------
 
     def rank(self, number: int) -> float:
         """Place of a new stream among those that may run."""
@@ -275,7 +277,7 @@ class SimulatedDevice:
         except DeviceFault as fault:
             self.faults.append(str(fault))
 
-    # -- memory --------------------------------------------------------------------------------------------------
+    # -- memory ------------------------------------------------------------------------------------
 
     def add(self, memory: Memory) -> None:
         """Makes memory known."""
@@ -312,7 +314,9 @@ class SimulatedDevice:
             raise DeviceFault(f"{what} uses memory that is somebody else's by now, or still is")
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """``[nbytes]`` uint8 of the device's own memory, from the current stream's pool, filled with NaN."""
+        """``[nbytes]`` uint8 of the device's own memory, from the current stream's pool, filled
+        with NaN.
+        """
         room = np.empty(nbytes + _ALIGNMENT, np.uint8)
         start = -room.ctypes.data % _ALIGNMENT
         base = room[start : start + nbytes]
@@ -325,12 +329,15 @@ class SimulatedDevice:
             memory.is_live = True
             base.fill(0xFF)
 
-        self.put(self.current, hand_over)  # work that is enqueued before may still use it for something else
+        # Work that was enqueued before may still use it for something else.
+        self.put(self.current, hand_over)
         with torch.inference_mode(False):
             return torch.frombuffer(handle, dtype=torch.uint8)
 
     def _reuse(self) -> None:
-        """Hands dropped memory to others, behind the streams that it was recorded for, as torch's allocator does."""
+        """Hands dropped memory to others, behind the streams that it was recorded for, as torch's
+        allocator does.
+        """
         while self._dropped:
             memory = self._dropped.pop()
             tokens = []
@@ -360,7 +367,7 @@ class SimulatedDevice:
         self.put(self.current, lambda: view.tensor().copy_(values))
         return tensor
 
-    # -- what the package calls ----------------------------------------------------------------------------------
+    # -- what the package calls --------------------------------------------------------------------
 
     def _count_call(self) -> None:
         if self.calls_left is not None:
@@ -489,7 +496,9 @@ class _Torch:
 
 
 class _DeferredOperations(TorchDispatchMode):
-    """Defers torch's operations on the device's memory to the current stream, as they are on a GPU."""
+    """Defers torch's operations on the device's memory to the current stream, as they are on a
+    GPU.
+    """
 
     def __init__(self, sim: SimulatedDevice) -> None:
         super().__init__()
@@ -534,7 +543,9 @@ class _DeferredOperations(TorchDispatchMode):
         return target
 
     def _defer(self, func: Any, args: Any, kwargs: Any, *, snapshots: bool = True) -> None:
-        """Enqueues an operation. Only the device's memory is not kept alive; values of the host are those of now."""
+        """Enqueues an operation. Only the device's memory is not kept alive; values of the host are
+        those of now.
+        """
         sim, first = self._sim, True
 
         def described(value: Any) -> Any:
@@ -562,7 +573,9 @@ class _DeferredOperations(TorchDispatchMode):
 
 
 class Signal(torch.Tensor):
-    """A gradient scaler's signal that says that it is on a GPU, so that the host does not read it."""
+    """A gradient scaler's signal that says that it is on a GPU, so that the host does not read
+    it.
+    """
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]

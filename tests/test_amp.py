@@ -122,7 +122,9 @@ def test_gradients_are_unscaled_but_never_written(device: str) -> None:
 
 @pytest.mark.parametrize("scale", [3.0, 1.1, 65536.0, 1e-3])
 def test_scale_divides_in_fp32(device: str, scale: float) -> None:
-    """Also scales that are no powers of two: the gradient is divided, not multiplied by a rounded reciprocal."""
+    """Also scales that are no powers of two: the gradient is divided, not multiplied by a rounded
+    reciprocal.
+    """
     optimizer, params = make(device)
     oracles = [Oracle(param, helpers.FormatsCase()) for param in params]
     give_grads(params, 1, scale=scale)
@@ -135,7 +137,9 @@ def test_scale_divides_in_fp32(device: str, scale: float) -> None:
 
 
 def test_unscale_before_clipping(device: str) -> None:
-    """After unscale_() the gradients count as they are: not divided again, clipped, and still checked."""
+    """After unscale_() the gradients count as they are: not divided again, clipped, and still
+    checked.
+    """
     optimizer, params = make(device)
     plain, plain_params = make(device)
     scaler = make_scaler(device)
@@ -277,7 +281,9 @@ def test_training_with_a_scaler_follows_training_without(device: str) -> None:
 
 @pytest.mark.parametrize("change", ["group", "count"])
 def test_skips_that_the_host_learns_late(device: str, change: str) -> None:
-    """A step that the device skipped is not taken off the count of a group that was added or set since."""
+    """A step that the device skipped is not taken off the count of a group that was added or set
+    since.
+    """
     optimizer, params = make(device)
     give_grads(params, 1, scale=1.0)
     optimizer.step()

@@ -68,7 +68,9 @@ class FakeOptimizer:
 
 
 class Loop:
-    """A training loop of microbatches that take ``microbatch_s`` each, with copies that take ``copy_s``."""
+    """A training loop of microbatches that take ``microbatch_s`` each, with copies that take
+    ``copy_s``.
+    """
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, *, copy_s: float = 0.5, window: int | str = 1, **attach_to: Any
@@ -156,7 +158,8 @@ def test_a_wrong_count_is_named_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_auto_grows_into_what_activations_gave_back(monkeypatch: pytest.MonkeyPatch) -> None:
     loop = Loop(monkeypatch, window="auto", microbatches=2)
     loop.iteration(2)  # there is no state yet
-    assert "prefetch" not in " ".join(loop.iteration(2))  # learns that a backward pass begins at 1000 bytes
+    # The loop learns that a backward pass begins at 1000 bytes.
+    assert "prefetch" not in " ".join(loop.iteration(2))
     loop.optimizer.allocated = 400
     events = loop.iteration(2)
     assert [event for event in events if event != "forward"] == ["prefetch 600"] * 4 + ["step"]
@@ -334,11 +337,13 @@ def test_window_bytes_are_checked(window: Any) -> None:
         OffloadConfig(window_bytes=window)
 
 
-# -- streams ---------------------------------------------------------------------------------------------------------
+# -- streams ---------------------------------------------------------------------------------------
 
 
 class Streams:
-    """Names of streams instead of streams: the current one is what ``torch.cuda.stream`` made it."""
+    """Names of streams instead of streams: the current one is what ``torch.cuda.stream`` made
+    it.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current = "default"
@@ -358,7 +363,9 @@ class Streams:
 def test_window_memory_comes_from_the_stream_of_the_forward_pass(
     monkeypatch: pytest.MonkeyPatch, window: int | str, forward: str, hooks: str
 ) -> None:
-    """FSDP runs gradient hooks under its reduce stream, whose memory activations never return to."""
+    """FSDP runs gradient hooks under its reduce stream, whose memory activations never return
+    to.
+    """
     streams = Streams(monkeypatch)
     loop = Loop(monkeypatch, window=window)
     optimizer = loop.optimizer

@@ -53,7 +53,7 @@ def assert_step_refused(optimizer: FusedOffloadAdam, error: type[Exception], mes
                 optimizer.step()
 
 
-# -- hyperparameters ---------------------------------------------------------------------------------------------
+# -- hyperparameters -------------------------------------------------------------------------------
 
 BAD_HYPERPARAMETERS: list[tuple[str, Any, type[Exception], str]] = [
     ("lr", -1e-3, ValueError, "Invalid learning rate: -0.001"),
@@ -140,7 +140,7 @@ def test_load_refuses_hyperparameters(device: str, name: str, value: Any, error:
     optimizer.step()
 
 
-# -- step counts -------------------------------------------------------------------------------------------------
+# -- step counts -----------------------------------------------------------------------------------
 
 BAD_STEPS = [
     -1,
@@ -231,7 +231,7 @@ def test_lr_may_be_set_later(device: str) -> None:
     assert param.tolist() == [0.5] * 3
 
 
-# -- modes -------------------------------------------------------------------------------------------------------
+# -- modes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -295,7 +295,9 @@ def test_a_step_in_a_capture_of_the_users(device: str, monkeypatch: pytest.Monke
     [("numerics", "fast", ValueError), ("rounding_seed", -1, ValueError), ("rounding_seed", "x", TypeError)],
 )
 def test_modes_set_later(device: str, name: str, value: Any, error: type[Exception]) -> None:
-    """Wrappers set attributes of a running optimizer; a step reads them, and takes no more than the constructor."""
+    """Wrappers set attributes of a running optimizer; a step reads them, and takes no more than the
+    constructor.
+    """
     optimizer, params = make(device)
     give_grads(optimizer, params, 9)
     good = getattr(optimizer, name)
@@ -419,7 +421,7 @@ def test_offload_config_is_frozen_and_by_keyword() -> None:
         OffloadConfig(0.5)  # type: ignore[misc]
 
 
-# -- parameters --------------------------------------------------------------------------------------------------
+# -- parameters ------------------------------------------------------------------------------------
 
 
 def sparse_param() -> torch.Tensor:
@@ -533,7 +535,9 @@ def test_params_that_share_memory(device: str, offset: int) -> None:
 def test_param_changed_in_place(
     device: str, change: Callable[[torch.Tensor], torch.Tensor], message: str, repaired: bool
 ) -> None:
-    """``param.data = ...`` of another dtype or shape no longer fits the state, whether noticed now or steps later."""
+    """``param.data = ...`` of another dtype or shape no longer fits the state, whether noticed now
+    or steps later.
+    """
     optimizer, params = make(device)
     kept = params[0].data
     params[0].grad = None
@@ -564,7 +568,9 @@ def test_param_of_another_dtype_at_the_same_address(device: str) -> None:
 
 
 def test_state_view_emptied(device: str) -> None:
-    """``state[...].data = torch.empty(0)``, as walkers that free memory do, is refused until it is brought back."""
+    """``state[...].data = torch.empty(0)``, as walkers that free memory do, is refused until it is
+    brought back.
+    """
     optimizer, params = make(device)
     view = optimizer.state[params[0]]["exp_avg"]
     kept = view.data
@@ -583,7 +589,7 @@ def test_state_view_emptied(device: str) -> None:
     assert not torch.equal(optimizer.state[params[0]]["exp_avg"], expected)
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 BAD_GRADS: list[tuple[str, Callable[[torch.Tensor], Any], type[Exception], str]] = [
     ("sparse", lambda p: torch.ones_like(p).to_sparse(), RuntimeError, "Sparse gradients are not supported"),
@@ -613,7 +619,9 @@ BAD_GRADS: list[tuple[str, Callable[[torch.Tensor], Any], type[Exception], str]]
     ("grad", "error", "message"), [row[1:] for row in BAD_GRADS], ids=[row[0] for row in BAD_GRADS]
 )
 def test_bad_gradients(device: str, grad: Callable[[torch.Tensor], Any], error: type[Exception], message: str) -> None:
-    """Of the last parameter of the last group, so that everything before it could have been stepped already."""
+    """Of the last parameter of the last group, so that everything before it could have been stepped
+    already.
+    """
     optimizer, params = make(device, use_decoupled_grad=True)
     give_grads(optimizer, params, 9)
     params[-1].decoupled_grad = grad(params[-1])
@@ -632,7 +640,9 @@ def test_gradient_inside_another_param(device: str, offset: int) -> None:
 
 
 def test_gradient_beside_its_param(device: str) -> None:
-    """Both may lie in one buffer, and a gradient that has to be copied first may be made of the parameter itself."""
+    """Both may lie in one buffer, and a gradient that has to be copied first may be made of the
+    parameter itself.
+    """
     buffer = randn(600, 1, device)
     param = buffer[:300].requires_grad_()
     optimizer = FusedOffloadAdam([param], use_decoupled_grad=True)
@@ -663,7 +673,7 @@ def test_first_step_refused_leaves_no_state(device: str) -> None:
     assert optimizer.state_dict()["state"] == {}
 
 
-# -- step arguments ----------------------------------------------------------------------------------------------
+# -- step arguments --------------------------------------------------------------------------------
 
 
 def test_unknown_arguments_of_step(device: str) -> None:
@@ -675,7 +685,7 @@ def test_unknown_arguments_of_step(device: str) -> None:
         optimizer.step(grads=[], output_params=[])
 
 
-# -- host memory -------------------------------------------------------------------------------------------------
+# -- host memory -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limit", ["machine", "cgroup"])
@@ -694,7 +704,7 @@ def test_too_little_host_memory(device: str, limit: str, monkeypatch: pytest.Mon
     assert optimizer.param_groups[0]["step"] == 1
 
 
-# -- closed, and failed half-way ---------------------------------------------------------------------------------
+# -- closed, and failed half-way -------------------------------------------------------------------
 
 
 def test_closed_optimizer(device: str) -> None:
@@ -732,7 +742,9 @@ def test_close_before_the_first_step(device: str) -> None:
 
 
 def test_step_that_fails_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parameters and state no longer belong together: nothing works until a checkpoint is loaded."""
+    """Parameters and state no longer belong together: nothing works until a checkpoint is
+    loaded.
+    """
     optimizer, params = make("cpu")
     state_dict = {
         "state": {

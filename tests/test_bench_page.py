@@ -252,7 +252,8 @@ def test_pictures_name_optimizers_as_people_do(tmp_path: Path) -> None:
     labels = [call.args[0] for call in axis.annotate.call_args_list]
     assert "TE FusedAdam, on the GPU, 12 bytes: 12 ms" in labels
     assert "this project, 12 bytes a parameter: 347 ms" in labels
-    assert not [label for label in labels if re.search(r"\b\d+B\b", label)]  # would be read as billions
+    # Such labels would be read as billions.
+    assert not [label for label in labels if re.search(r"\b\d+B\b", label)]
 
 
 def test_labels_of_near_points_stand_apart() -> None:

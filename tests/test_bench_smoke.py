@@ -1,4 +1,6 @@
-"""The benchmarks still run, each once and tiny, and their results file has what the tables are made from."""
+"""The benchmarks still run, each once and tiny, and their results file has what the tables are made
+from.
+"""
 
 from __future__ import annotations
 
@@ -117,7 +119,8 @@ def test_a_model_trains_within_given_gpu_memory(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.syspath_prepend(ROOT / "bench")
     program = importlib.import_module("large_model")
     fractions: list[float] = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (139 * 10**9, 140 * 10**9))  # a context of 1 GB
+    # The CUDA context takes 1 GB.
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (139 * 10**9, 140 * 10**9))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fractions.append)
     program.limit_allocator(24 * 10**9)
     (fraction,) = fractions
@@ -350,7 +353,8 @@ def test_the_step_on_several_gpus_at_once_runs_tiny(tmp_path: Path, monkeypatch:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     record = json.loads(path.read_text())["together"]["forms"]["6B"]
-    assert record["bytes_each_way"] == 40_448 * 6  # four tensors of 10,000 elements, each padded to 10,112
+    # Four tensors of 10,000 elements are padded to 10,112 each.
+    assert record["bytes_each_way"] == 40_448 * 6
     assert len(record["ranks"]) == 2
     last_ms = [max(times) for times in zip(*(one["samples_ms"]["whole-step"] for one in record["ranks"]), strict=True)]
     assert record["all_ranks_ms"]["whole-step"] == pytest.approx(sum(last_ms) / 2)
@@ -372,7 +376,8 @@ def test_turns_and_steps_are_judged(
     assert program.verdicts([first, second]) == {"step_reaches_share": reaches, "turns_win": win}
 
 
-# One test, since each worker of pytest-xdist would run the benchmarks again for its share of several.
+# One test, since each worker of pytest-xdist would run the benchmarks again for its share of
+# several.
 def test_benchmarks_run_and_are_reported(tmp_path: Path) -> None:
     pytest.importorskip("pytest_benchmark")
     pytest.importorskip("triton")

@@ -1,4 +1,6 @@
-"""Whatever the chunks, the share of offloaded state and the split into parameters: the same bits in everything."""
+"""Whatever the chunks, the share of offloaded state and the split into parameters: the same bits in
+everything.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,9 @@ def test_stochastic_rounding_knows_no_chunks(device: str, param_dtype: torch.dty
 def test_state_larger_than_every_chunk(
     device: str, param_dtype: torch.dtype, formats: FormatsCase, config: OffloadConfig
 ) -> None:
-    """Against the oracle, so that all configurations cannot be wrong alike; 1 MiB is less than the state here."""
+    """Against the oracle, so that all configurations cannot be wrong alike; 1 MiB is less than the
+    state here.
+    """
     sizes = [200_003, 5, 70_001]
     optimizer, params, _ = run(device, sizes, formats, config, param_dtype=param_dtype, steps=2)
     for index, (param, part) in enumerate(zip(params, randn(sum(sizes), 1).to(param_dtype).split(sizes), strict=True)):

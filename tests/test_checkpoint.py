@@ -1,4 +1,6 @@
-"""State dicts: a run can go on from what it saved, bit for bit, in another format, layout and process."""
+"""State dicts: a run can go on from what it saved, bit for bit, in another format, layout and
+process.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,7 @@ def rounded(values: torch.Tensor, format: Format) -> torch.Tensor:
     return decode(stored)
 
 
-# -- saving ----------------------------------------------------------------------------------------------------------
+# -- saving ----------------------------------------------------------------------------------------
 
 
 def test_before_training_there_is_no_state(device: torch.device) -> None:
@@ -276,7 +278,7 @@ def test_state_of_a_parameter_outside_the_groups_is_not_dropped(device: torch.de
     assert len(optimizer.state_dict()["state"]) == len(params) - 1
 
 
-# -- resuming --------------------------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stores", ALL_STORES, ids=store_id)
@@ -411,7 +413,7 @@ def test_loading_takes_no_gpu_memory() -> None:
     assert torch.cuda.max_memory_allocated() == before
 
 
-# -- other layouts and formats -----------------------------------------------------------------------------------------
+# -- other layouts and formats ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "adam"])
@@ -440,7 +442,7 @@ def test_to_torch_and_back(device: torch.device, adam_w_mode: bool) -> None:
     train(optimizer, params, range(3, 5))
     train(torch_optimizer, theirs, range(3, 5))
     for param, twin in zip(params, theirs, strict=True):
-        torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)  # torch rounds in another order
+        torch.testing.assert_close(param, twin, rtol=1e-5, atol=1e-6)  # another rounding
 
     ours = clone_params(theirs)
     back = FusedOffloadAdam(ours, adam_w_mode=adam_w_mode)
@@ -486,7 +488,9 @@ def test_torch_checkpoint_of_the_other_kind_of_decay_is_refused(device: torch.de
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_torch_checkpoint_of_an_unknown_kind_of_decay(device: torch.device, weight_decay: float) -> None:
-    """As torch before 2.7 writes them; our own say nothing either, and belong to how the optimizer was built."""
+    """As torch before 2.7 writes them; our own say nothing either, and belong to how the optimizer
+    was built.
+    """
     params = make_params(device)
     theirs = torch.optim.AdamW(params, weight_decay=weight_decay)
     train(theirs, params, range(1))
@@ -506,7 +510,9 @@ def test_torch_checkpoint_of_an_unknown_kind_of_decay(device: torch.device, weig
 @pytest.mark.parametrize("filled_in", [False, True], ids=["given", "filled into our state dict"])
 @pytest.mark.parametrize("stores", FEW_STORES[:2], ids=store_id)
 def test_steps_that_differ_within_a_group(device: torch.device, stores: Stores, filled_in: bool) -> None:
-    """As experts without tokens leave them. The bias-corrected moments stay what they were, so the next update is."""
+    """As experts without tokens leave them. The bias-corrected moments stay what they were, so the
+    next update is.
+    """
     betas = (0.8, 0.95)
     params = make_params(device)
     theirs = torch.optim.AdamW(params, lr=0.01, betas=betas)
@@ -652,7 +658,7 @@ def test_a_float32_parameter_is_its_own_master(device: torch.device) -> None:
         assert torch.equal(bits(param), bits(twin))
 
 
-# -- groups ----------------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 def test_settings_and_counters_are_taken_over(device: torch.device) -> None:
@@ -808,7 +814,7 @@ def test_named_parameters_keep_their_names(device: torch.device) -> None:
     assert loaded.param_groups[0]["param_names"] == ["w", "b"]
 
 
-# -- live tensors ----------------------------------------------------------------------------------------------------
+# -- live tensors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stores", FEW_STORES, ids=store_id)
@@ -887,7 +893,7 @@ def test_state_missing_from_the_checkpoint_is_forgotten(device: torch.device) ->
     assert_same(snapshot(optimizer, params), snapshot(fresh, twins))
 
 
-# -- hooks -----------------------------------------------------------------------------------------------------------
+# -- hooks -----------------------------------------------------------------------------------------
 
 
 def test_state_dict_hooks(device: torch.device) -> None:
@@ -941,7 +947,7 @@ def test_load_state_dict_hooks(device: torch.device) -> None:
     assert (loaded.param_groups[0]["lr"], loaded.param_groups[0]["weight_decay"]) == (0.75, 0.5)
 
 
-# -- what cannot be loaded -------------------------------------------------------------------------------------------
+# -- what cannot be loaded -------------------------------------------------------------------------
 
 
 def group_of(saved: dict[str, Any]) -> dict[str, Any]:
@@ -1133,7 +1139,9 @@ def test_a_failed_load_gives_no_storage(device: torch.device) -> None:
 
 
 def test_a_load_that_is_interrupted_refuses_steps(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some values are written by then, and some are not; the next load makes them one checkpoint again."""
+    """Some values are written by then, and some are not; the next load makes them one checkpoint
+    again.
+    """
     params = make_params(device)
     optimizer = FusedOffloadAdam(params, **HYPERPARAMETERS)
     train(optimizer, params, range(2))

@@ -1,4 +1,6 @@
-"""fused-offload doctor: findings on made-up machines, reading of made-up sysfs and NVML, exit codes."""
+"""fused-offload doctor: findings on made-up machines, reading of made-up sysfs and NVML, exit
+codes.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +211,8 @@ def test_the_oldest_releases_are_those_that_pip_asks_for(name: str) -> None:
     assert [match[1] for match in required if match] == [doctor.OLDEST[name]]
     oldest = dataclasses.replace(GOOD, versions={**GOOD.versions, name: doctor.OLDEST[name]})
     assert exit_code(examine(oldest)) == 0
-    newer = dataclasses.replace(GOOD, versions={**GOOD.versions, name: f"{doctor.OLDEST[name]}0.1"})  # 3.40.1
+    # For instance 3.40.1.
+    newer = dataclasses.replace(GOOD, versions={**GOOD.versions, name: f"{doctor.OLDEST[name]}0.1"})
     assert exit_code(examine(newer)) == 0
 
 
@@ -239,7 +242,7 @@ def test_advice_comes_with_everything_that_is_not_ok() -> None:
         assert all(bool(finding.advice) == (finding.level != "ok") for finding in examine(subject))
 
 
-# -- reading -----------------------------------------------------------------------------------------------------
+# -- reading ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -523,7 +526,7 @@ def test_the_link_is_measured() -> None:
     assert gpu.d2h_gbps > 1
 
 
-# -- the command -------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""fused-offload plan: bytes against a real optimizer, parameter counts, predictions, limits and errors."""
+"""fused-offload plan: bytes against a real optimizer, parameter counts, predictions, limits and
+errors.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,7 @@ def plan(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     return json.loads(capsys.readouterr().out)
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------
+# -- bytes -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "fp16", "uint8"])
@@ -382,7 +384,7 @@ def test_streams_may_be_closed(stream: str) -> None:
     assert (run.stdout, run.stderr) == ("", "")
 
 
-# -- counts ------------------------------------------------------------------------------------------------------
+# -- counts ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("config", "numel"), [case[1:] for case in PUBLISHED], ids=[case[0] for case in PUBLISHED])
@@ -472,7 +474,7 @@ def test_a_decoder_has_the_parameters_of_its_modules() -> None:
     assert decoder.param_numel() == 2 * 80 + attention + mlp + 3 * 8
 
 
-# -- the command -------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 def test_the_table_says_what_is_predicted_from_what(capsys: pytest.CaptureFixture[str]) -> None:

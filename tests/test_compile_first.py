@@ -1,4 +1,6 @@
-"""What a step launches is compiled before its first launch, whatever changed since the last step."""
+"""What a step launches is compiled before its first launch, whatever changed since the last
+step.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ COMPILE_STEP = adam.compile_step
 
 
 def variant(*launch: Any) -> Any:
-    """What Triton compiles a kernel of its own for: constants, dtypes, None, 16-byte alignment, ones and 16ths."""
+    """What Triton compiles a kernel of its own for: constants, dtypes, None, 16-byte alignment,
+    ones and 16ths.
+    """
 
     def of(name: str, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -153,7 +157,9 @@ def test_a_steady_step_asks_once_a_chunk(kernels: Kernels, monkeypatch: pytest.M
 
 
 def test_what_is_compiled_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that is loaded when it is launched first may find no memory, with others launched before it."""
+    """A kernel that is loaded when it is launched first may find no memory, with others launched
+    before it.
+    """
     done: list[str] = []
 
     class Compiled:

@@ -1,4 +1,6 @@
-"""Damaged state dicts: refused with ValueError or TypeError and without any effect, or training on stays finite."""
+"""Damaged state dicts: refused with ValueError or TypeError and without any effect, or training on
+stays finite.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ class Model(nn.Module):
 
     def __init__(self, device: str) -> None:
         super().__init__()
-        shapes: list[tuple[int, ...]] = [(5,), (12, 13), (12, 13), (1,)]  # no scalar of `JUNK` is a state of one
+        # No scalar of `JUNK` has the shape of a state.
+        shapes: list[tuple[int, ...]] = [(5,), (12, 13), (12, 13), (1,)]
         dtypes = [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
         for index, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True)):
             self.register_parameter(f"p{index}", param_of(randn(shape, index, device, dtype)))
@@ -175,7 +178,8 @@ def check(model: Model, optimizer: FusedOffloadAdam, load: Callable[[], Any], *,
     """Whether the load succeeded.
 
     Args:
-        foreign: errors of torch's own functions, before they call the optimizer, may be of any kind.
+        foreign: errors of torch's own functions, before they call the optimizer, may be of any
+            kind.
     """
     before, groups = snapshot(optimizer), optimizer.param_groups
     try:

@@ -71,7 +71,9 @@ def test_the_readme_fits_on_a_few_screens() -> None:
 
 
 def test_numbers_of_the_readme_are_those_of_the_results() -> None:
-    """Each number of its first table stands in the summary of the results, which bench/page.py writes."""
+    """Each number of its first table stands in the summary of the results, which bench/page.py
+    writes.
+    """
     summary = (ROOT / "docs/benchmarks.md").read_text().partition("## Contents")[0]
     (table,) = re.findall(r"^\| measured on .*?\n\n", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     numbers = re.findall(

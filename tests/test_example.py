@@ -1,4 +1,6 @@
-"""The demo: three trainings that must end in the same bits, and an exit code that says whether they did."""
+"""The demo: three trainings that must end in the same bits, and an exit code that says whether they
+did.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "train_gpt.py"
 
 @pytest.fixture(scope="module")
 def example() -> ModuleType:
-    sys.path.append(str(EXAMPLE.parent))  # where Python looks for its sibling when it runs the script
+    sys.path.append(str(EXAMPLE.parent))  # as for a script's siblings
     spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,6 @@
-"""A step that fails half-way: what it still has under way must not reach what is loaded afterwards."""
+"""A step that fails half-way: what it still has under way must not reach what is loaded
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -207,7 +209,9 @@ def test_an_interrupted_table_or_copy_is_made_again(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_host_runs_ahead_of_the_copies_of_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step in parts sends many; pieces whose copies are complete are written again, and only those."""
+    """A step in parts sends many; pieces whose copies are complete are written again, and only
+    those.
+    """
     done: list[bool] = []
 
     class Event:

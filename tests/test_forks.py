@@ -1,4 +1,6 @@
-"""Forked children: they give nothing back that they inherited, and reading what they did not inherit is refused."""
+"""Forked children: they give nothing back that they inherited, and reading what they did not
+inherit is refused.
+"""
 
 from __future__ import annotations
 

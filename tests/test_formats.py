@@ -1,4 +1,6 @@
-"""Stored formats: what is rounded, what survives exactly, and what encodes to the same bits again."""
+"""Stored formats: what is rounded, what survives exactly, and what encodes to the same bits
+again.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def assert_same_bits(stored: Stored, other: Stored) -> None:
 
 
 def random_fp32(numel: int, seed: int = 0) -> torch.Tensor:
-    """Uniformly random bit patterns: every exponent, subnormals, infinities and NaNs of both signs."""
+    """Uniformly random bit patterns: every exponent, subnormals, infinities and NaNs of both
+    signs.
+    """
     return torch.from_numpy(np.random.default_rng(seed).integers(0, 2**32, numel, dtype=np.uint32).view(np.float32))
 
 
@@ -75,7 +79,9 @@ def wide_values(numel: int, seed: int = 0) -> torch.Tensor:
 
 
 def bf16_bits_by_hand(values: torch.Tensor) -> np.ndarray:
-    """Nearest even of finite or infinite values, from the distances to both neighbours in float64."""
+    """Nearest even of finite or infinite values, from the distances to both neighbours in
+    float64.
+    """
     wide = values.numpy().astype(np.float64)
     low = (values.numpy().view(np.uint32) >> 16).astype(np.uint32)
 
@@ -148,7 +154,8 @@ def test_scaled_elements_are_rounded_to_the_nearest_even(format: Format) -> None
 
 @SCALED
 def test_error_within_a_block_of_huge_range(format: Format) -> None:
-    # 22 decades in one block: relative error while the value is a normal fp16 number, absolute error below.
+    # 22 decades in one block: relative error while the value is a normal fp16 number, absolute
+    # error below.
     values = torch.logspace(-20, 2, SCALE_GROUP)
     stored = encoded(format, values)
     assert stored.scale is not None
@@ -175,7 +182,8 @@ def test_zero_second_moments_stay_zero() -> None:
 
 @SCALED
 def test_blocks_of_zeros_and_subnormals_have_the_smallest_scale(format: Format) -> None:
-    # The scale stops at the smallest normal number, whose reciprocal is exact; there fp16 holds all that is left.
+    # The scale stops at the smallest normal number, whose reciprocal is exact; there fp16 holds all
+    # that is left.
     values = torch.cat([torch.zeros(SCALE_GROUP), torch.arange(SCALE_GROUP).float() * 2.0**-149])
     stored = encoded(format, values)
     assert stored.scale is not None
@@ -193,8 +201,9 @@ def test_encoding_what_was_decoded_gives_the_same_bits(format: Format) -> None:
 
 @SCALED
 def test_maxima_that_round_up_to_a_power_of_two_encode_to_the_same_bits(format: Format) -> None:
-    # One float32 below, at, and one above the tie between 2^15 - 16 and 2^15 (in units of the scale): a scale taken
-    # from the unrounded maximum would double at the second encoding and cost small neighbours their last bit.
+    # One float32 below, at, and one above the tie between 2^15 - 16 and 2^15 (in units of the
+    # scale): a scale taken from the unrounded maximum would double at the second encoding and cost
+    # small neighbours their last bit.
     tie = torch.tensor([2.0 - 2.0**-11], dtype=torch.float32)
     for nudge in (-1, 0, 1):
         maximum = (bits(tie) + nudge).view(torch.float32)
@@ -215,7 +224,8 @@ def test_infinities_and_nans_cost_their_neighbours_nothing(format: Format, value
     hit = torch.zeros(values.numel(), dtype=torch.bool)
     hit[[5, SCALE_GROUP + 127]] = True
     assert torch.equal(decode(spoilt)[hit].nan_to_num(1.0, 2.0, 3.0), values[hit].nan_to_num(1.0, 2.0, 3.0))
-    # The spoilt elements were not the largest of their blocks, so the scales, and all other values, are as before.
+    # The spoilt elements were not the largest of their blocks, so the scales, and all other values,
+    # are as before.
     assert torch.equal(bits(spoilt.data)[~hit], bits(clean.data)[~hit])
     assert (spoilt.scale is None) == (clean.scale is None)
     if spoilt.scale is not None and clean.scale is not None:
@@ -279,7 +289,7 @@ def test_stored_bytes_count_scales() -> None:
     assert [format.stored_bytes(256) for format in (FP32, BF16, FP16, REMAINDER, LOG8)] == [1024, 512, 520, 512, 264]
 
 
-# -- 8 bits and stochastic rounding ----------------------------------------------------------------------------------
+# -- 8 bits and stochastic rounding ----------------------------------------------------------------
 
 
 def thresholds(numel: int, *, seed: int = 0, step: int = 1, counter: int = 0, moment: int = 0) -> torch.Tensor:
@@ -418,7 +428,7 @@ def test_thresholds_are_those_of_the_element() -> None:
         assert (other == whole).sum() <= 1
 
 
-# -- remainders ------------------------------------------------------------------------------------------------------
+# -- remainders ------------------------------------------------------------------------------------
 
 
 def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -442,7 +452,8 @@ def test_remainders_keep_every_bit() -> None:
 
 
 def test_every_pair_of_parameter_and_remainder_is_reached() -> None:
-    # With the test above this makes the split a bijection: no two masters share a pair, and no pair is wasted.
+    # With the test above this makes the split a bijection: no two masters share a pair, and no pair
+    # is wasted.
     random = np.random.default_rng(1)
     param = torch.from_numpy(random.integers(-(2**15), 2**15, 1_000_000).astype(np.int16))
     remainder = torch.from_numpy(random.integers(-(2**15), 2**15, 1_000_000).astype(np.int16))

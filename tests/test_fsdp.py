@@ -1,4 +1,5 @@
-"""Parameters sharded by FSDP2, and torch's distributed checkpoints of them, on one and on two ranks.
+"""Parameters sharded by FSDP2, and torch's distributed checkpoints of them, on one and on two
+ranks.
 
 The scenarios are in fsdp_scenarios.py; one process per rank runs all of them.
 """

@@ -1,4 +1,5 @@
-"""Arbitrary command lines, configurations, sizes and profiles: one line of error or a result, and nothing written.
+"""Arbitrary command lines, configurations, sizes and profiles: one line of error or a result, and
+nothing written.
 
 Some of each always run. ``pytest -m large tests/test_fuzz.py`` runs thousands.
 """
@@ -43,7 +44,9 @@ def sizes(small: int) -> pytest.MarkDecorator:
 
 
 def run(test: Callable[..., None], examples: int) -> None:
-    """Runs a test of hypothesis over so many examples; the small form over the same ones each time."""
+    """Runs a test of hypothesis over so many examples; the small form over the same ones each
+    time.
+    """
     settings(
         max_examples=examples,
         deadline=None,
@@ -53,7 +56,7 @@ def run(test: Callable[..., None], examples: int) -> None:
     )(test)()
 
 
-# -- the command line ------------------------------------------------------------------------------------------------
+# -- the command line ------------------------------------------------------------------------------
 
 _PARSERS = _build_parser()[1]
 _FLAGS = sorted({flag for parser in _PARSERS.values() for flag in parser._option_string_actions})
@@ -124,7 +127,7 @@ def test_any_command_line(examples: int, monkeypatch: pytest.MonkeyPatch, tmp_pa
     run(test, examples)
 
 
-# -- configurations --------------------------------------------------------------------------------------------------
+# -- configurations --------------------------------------------------------------------------------
 
 _VALUES = st.one_of(
     st.none(),
@@ -171,7 +174,7 @@ def test_any_configuration(examples: int) -> None:
     run(test, examples)
 
 
-# -- sizes -----------------------------------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------------
 
 _READERS = (
     *(quantities.index, quantities.number, quantities.count, quantities.share, quantities.gb, quantities.positive_gb),
@@ -199,7 +202,7 @@ def test_any_size(examples: int) -> None:
     run(test, examples)
 
 
-# -- profiles --------------------------------------------------------------------------------------------------------
+# -- profiles --------------------------------------------------------------------------------------
 
 _JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=6), st.just("\x1b[2J"), _DIGITS),

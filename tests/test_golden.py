@@ -18,8 +18,10 @@ from fused_offload.kernels.formats import join_remainder
 GOLDEN = Path(__file__).parent / "golden" / "te_fused_adam_2.20.2_h100.safetensors"
 RECORDED_STEPS = (1, 2, 10)
 MAX_UPDATE = 1.25
-"""Bound on |m / bias_correction1| / (sqrt(v / bias_correction2) + eps) at betas (0.9, 0.95): where a and b are the
-weights of m and v on past gradients, it is at most sqrt(sum(a^2 / b)), at most 1.17 here; the rest is for rounding."""
+"""Bound on |m / bias_correction1| / (sqrt(v / bias_correction2) + eps) at betas (0.9, 0.95): where
+a and b are the weights of m and v on past gradients, it is at most sqrt(sum(a^2 / b)), at most 1.17
+here; the rest is for rounding.
+"""
 
 EIGHT_BIT = "bf16_master32_mfp8"
 FP16_MOMENTS = ("bf16_master16_mfp16", "bf16_master32_mfp16")
@@ -97,7 +99,9 @@ class Run:
         return self.optimizer.get_unscaled_state(self.param, key).cpu()
 
     def applied_to(self) -> torch.Tensor:
-        """The float32 value that the next update starts from, where there is one; else the parameter."""
+        """The float32 value that the next update starts from, where there is one; else the
+        parameter.
+        """
         param = self.param.detach().cpu()
         if not self.case.kwargs.get("master_weights"):
             return param
@@ -123,13 +127,15 @@ def ulp(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 class FastMathBound:
-    """How far TE's fast math may lead a parameter and its moments away from correctly rounded operations.
+    """How far TE's fast math may lead a parameter and its moments away from correctly rounded
+    operations.
 
-    div.approx is within 2 ulp and sqrt.approx within 1, so three of the one and one of the other leave the update
-    within 8 ulp, relatively 2^-20, and the parameter within one ulp more. Fused multiply-adds round alike, so the
-    moments of AdamW differ in nothing but subnormals, which fast math flushes to zero. Under L2 the parameter's error e
-    enters the gradient; m / bias_correction1 and sqrt(v / bias_correction2) are a weighted mean and a weighted 2-norm
-    of gradients, so either is off by at most ``weight_decay * e``, and the update by
+    div.approx is within 2 ulp and sqrt.approx within 1, so three of the one and one of the other
+    leave the update within 8 ulp, relatively 2^-20, and the parameter within one ulp more. Fused
+    multiply-adds round alike, so the moments of AdamW differ in nothing but subnormals, which fast
+    math flushes to zero. Under L2 the parameter's error e enters the gradient; m / bias_correction1
+    and sqrt(v / bias_correction2) are a weighted mean and a weighted 2-norm of gradients, so either
+    is off by at most ``weight_decay * e``, and the update by
     ``(1 + update) * weight_decay * e / den``.
     """
 
@@ -154,7 +160,9 @@ class FastMathBound:
         self.before = after.double().abs()
 
     def exp_avg(self) -> torch.Tensor:
-        """Zero without L2; with it, what the gradients may differ by, and that each step may round differently."""
+        """Zero without L2; with it, what the gradients may differ by, and that each step may round
+        differently.
+        """
         return self.l2_decay * self.param + (2.0**-21 * self.largest_grad if self.l2_decay else 0.0)
 
     def exp_avg_sq(self) -> torch.Tensor:
@@ -188,7 +196,8 @@ def test_ieee_numerics_follow_te_as_closely_as_fast_math_allows(name: str) -> No
 
 @pytest.mark.parametrize("name", UNSCALED)
 def test_the_bound_on_fast_math_is_tight(name: str) -> None:
-    # Another formula (eps inside the root, an operation in half precision) moves parameters much further than this.
+    # Another formula (eps inside the root, an operation in half precision) moves parameters much
+    # further than this.
     run = Run(load(name), "cpu", "ieee")
     bound = FastMathBound(run)
     for step in run.steps():
@@ -216,7 +225,8 @@ def rms_and_max(actual: torch.Tensor, exact: torch.Tensor) -> tuple[float, float
 
 @pytest.mark.parametrize("name", SCALED_PER_TENSOR)
 def test_block_scales_lead_parameters_no_further_astray_than_te(name: str) -> None:
-    # TE scales a whole tensor, so where one gradient is large, small second moments become zero and updates explode.
+    # TE scales a whole tensor, so where one gradient is large, small second moments become zero and
+    # updates explode.
     case = load(name)
     run = Run(case, "cpu", "ieee")
     for _, (step, exact, _) in zip(run.steps(), float64_run(case), strict=True):
@@ -230,9 +240,10 @@ def test_block_scales_lead_parameters_no_further_astray_than_te(name: str) -> No
 
 @pytest.mark.parametrize("name", FP16_MOMENTS)
 def test_block_scaled_moments_keep_the_precision_of_their_format(name: str) -> None:
-    # Not compared with TE's, whose scale makes the largest element of a tensor, and with it any root mean square of
-    # this data, exact. Ours: half an fp16 ulp each step, and where that is subnormal one step of the block, at most
-    # 2^-38 of its largest element. Earlier errors decay like the moments themselves.
+    # Not compared with TE's, whose scale makes the largest element of a tensor, and with it any
+    # root mean square of this data, exact. Ours: half an fp16 ulp each step, and where that is
+    # subnormal one step of the block, at most 2^-38 of its largest element. Earlier errors decay
+    # like the moments themselves.
     case = load(name)
     run = Run(case, "cpu", "ieee")
     allowed = {"exp_avg": torch.zeros(2053).double(), "exp_avg_sq": torch.zeros(2053).double()}
@@ -255,8 +266,8 @@ def test_8_bit_moments_recorded_from_te_go_on_here() -> None:
         run.optimizer.set_scaled_state(run.param, key, recorded)
         blocks = torch.nn.functional.pad(recorded, (0, -recorded.numel() % 128)).view(-1, 128)
         largest = blocks.abs().amax(dim=1).repeat_interleave(128)[: recorded.numel()]
-        # Half of the largest step: 2 / 127 of the block's largest first moment, a 16th of a second moment, or what lies
-        # below the window, 2^-31 of the block's largest.
+        # Half of the largest step: 2 / 127 of the block's largest first moment, a 16th of a second
+        # moment, or what lies below the window, 2^-31 of the block's largest.
         allowed = largest * 2 / 127 if key == "exp_avg" else recorded / 16 + largest * 2.0**-31
         assert_within(run.state(key), recorded, allowed, key)
 

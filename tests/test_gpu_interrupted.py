@@ -1,4 +1,6 @@
-"""Interrupted steps, late outcomes and a busy device on a real GPU, where kernels and copies are really under way."""
+"""Interrupted steps, late outcomes and a busy device on a real GPU, where kernels and copies are
+really under way.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +161,8 @@ def test_an_interrupted_step_leaves_another_optimizer_right(kind: str, monkeypat
                 param.copy_(value)
         torch.cuda.synchronize()
         other.optimizer.load_state_dict({"state": state, "param_groups": groups})
-    assert interrupted >= len(places) - 2  # a step may need a call or two less than the one that was counted
+    # A step may need a call or two less than the one that was counted.
+    assert interrupted >= len(places) - 2
     for run in (victim, other):
         run.optimizer.close()
 
@@ -169,7 +172,9 @@ def test_an_interrupted_step_leaves_another_optimizer_right(kind: str, monkeypat
 def test_a_skipped_first_step_whose_outcome_comes_late(
     formats: str, fraction: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second step begins at the parameter, whether or not the host knew in time that the first was skipped."""
+    """The second step begins at the parameter, whether or not the host knew in time that the first
+    was skipped.
+    """
     launch, is_late = adam.adam_step_, False
 
     def late_launch(*arguments: Any) -> None:
@@ -198,10 +203,13 @@ def test_a_skipped_first_step_whose_outcome_comes_late(
 
 
 def host_seconds(steps_in_backward: bool) -> Iterator[tuple[float, bool]]:
-    """Time until the backward pass has returned while the device is asleep, and whether it still was."""
+    """Time until the backward pass has returned while the device is asleep, and whether it still
+    was.
+    """
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096, bias=False) for _ in range(8)]).cuda().bfloat16()
-    config = OffloadConfig(chunk_bytes=48 * MIB)  # few calls: the driver itself blocks behind about 1,000
+    # Few calls, since the driver itself blocks behind about 1,000.
+    config = OffloadConfig(chunk_bytes=48 * MIB)
     optimizer = FusedOffloadAdam(model.parameters(), lr=1e-4, offload=config, **FORMATS["remainder_bf16"])
     if steps_in_backward:
         optimizer.step_in_backward(model)
@@ -247,4 +255,5 @@ def test_the_first_step_in_parts_takes_no_longer_than_twice_a_later_one(monkeypa
             seconds[-1].append(time.perf_counter() - start)
         optimizer.close()
     firsts, laters = zip(*[(first, max(later)) for first, *later in seconds[1:]], strict=True)
-    assert min(firsts) <= 2 * max(laters), seconds  # the least of three: other processes compete for the CPU
+    # The least of three is taken, since other processes compete for the CPU.
+    assert min(firsts) <= 2 * max(laters), seconds

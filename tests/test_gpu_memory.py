@@ -29,7 +29,9 @@ BIG = ((16 * MIB,),) * 12  # 201 M parameters: 2.4 GB of fp32 state
 
 @pytest.fixture(autouse=True)
 def no_ring_of_others() -> None:
-    """Optimizers of earlier tests that are garbage in reference cycles would keep their larger ring alive."""
+    """Optimizers of earlier tests that are garbage in reference cycles would keep their larger ring
+    alive.
+    """
     gc.collect()
 
 
@@ -49,7 +51,9 @@ def gpu_rise(action) -> int:  # type: ignore[no-untyped-def]
 
 
 def test_extra_gpu_memory_is_the_ring(tmp_path: Path) -> None:
-    """Also at the first step, while saving, and while loading state from CPU and from GPU tensors."""
+    """Also at the first step, while saving, and while loading state from CPU and from GPU
+    tensors.
+    """
     config = OffloadConfig(chunk_bytes=24 * MIB, depth=3)
     params, optimizer = build(config)
     bound = config.depth * config.chunk_bytes + 16 * MIB
@@ -115,7 +119,9 @@ def test_a_steady_step_allocates_nothing() -> None:
 
 
 def test_release_gpu_memory_and_go_on() -> None:
-    """Released staging may be filled with anything by others; the run goes on with the same bits."""
+    """Released staging may be filled with anything by others; the run goes on with the same
+    bits.
+    """
     results = []
     for release in (False, True):
         params, optimizer = build(OffloadConfig(chunk_bytes=8 * MIB), sizes=BIG[:3])
@@ -151,7 +157,8 @@ def test_host_memory_is_exact_pinned_and_given_back() -> None:
     rise = process.memory_info().rss - before
     assert 9 * GIB * 0.98 <= rise <= 9 * GIB * 1.02
     assert optimizer.state[param]["exp_avg"].is_pinned()
-    # Page-locking is many threads' work: other workers' tests are not to take the processors from it.
+    # Page-locking is many threads' work: other workers' tests are not to take the processors from
+    # it.
     if len(os.sched_getaffinity(0)) >= 16 and "PYTEST_XDIST_WORKER" not in os.environ:
         assert 9 * GIB / seconds >= 4e9, f"{9 * GIB / seconds / 1e9:.1f} GB/s"
     optimizer.step()
@@ -175,7 +182,9 @@ def test_garbage_collection_gives_memory_back() -> None:
 
 
 def test_forking_workers_costs_nothing() -> None:
-    """Registered memory is not inherited: forking neither copies page tables nor pages that are written later."""
+    """Registered memory is not inherited: forking neither copies page tables nor pages that are
+    written later.
+    """
 
     def fork_seconds() -> float:
         times = []
@@ -200,7 +209,8 @@ def test_forking_workers_costs_nothing() -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     slab.close()
-    # 5 % of a fork of a few ms is below what the clock resolves; with plain mappings it took seconds.
+    # 5 % of a fork of a few ms is below what the clock resolves; with plain mappings it took
+    # seconds.
     assert with_slab <= without * 1.05 + 0.02, (without, with_slab)
     assert used <= 0.5 * GIB
 

@@ -37,7 +37,9 @@ def all_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize(("fraction", "window_bytes"), [(0.0, 0), (1.0, 0), (1.0, 2**40)])
 def test_skipped_on_the_device_without_a_sync(formats: str, fraction: float, window_bytes: int) -> None:
-    """Six steps, the first and the third flagged: the result is that of the other four, and nothing waits."""
+    """Six steps, the first and the third flagged: the result is that of the other four, and nothing
+    waits.
+    """
     flags = [1.0, 0.0, 1.0, 0.0, 0.0, 0.0]
     params, clean = make_params(), make_params()
     config = OffloadConfig(chunk_bytes=MIB, fraction=fraction, window_bytes=window_bytes)
@@ -84,7 +86,7 @@ def test_a_step_without_a_signal_knows_which_steps_before_it_were_skipped() -> N
         set_grads(params, step)
         if step == 2:
             torch.cuda.synchronize()
-            torch.cuda._sleep(200_000_000)  # the skip is not known yet when the next step is enqueued
+            torch.cuda._sleep(200_000_000)  # so that the skip is not known at the next step
             optimizer.found_inf = flag  # type: ignore[attr-defined]
             optimizer.step()
             del optimizer.found_inf  # type: ignore[attr-defined]
@@ -117,7 +119,9 @@ def test_a_skipped_first_step_leaves_the_parameter_as_master() -> None:
 
 
 def test_grad_scaler() -> None:
-    """torch's scaler: an overflow halves the scale and changes nothing; the next step counts as the first."""
+    """torch's scaler: an overflow halves the scale and changes nothing; the next step counts as the
+    first.
+    """
     params = make_params(((300, 300),), torch.float32)
     optimizer = FusedOffloadAdam(params, lr=1e-2, offload=SMALL)
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
@@ -248,7 +252,8 @@ def test_copies_of_a_failed_step_do_not_reach_what_is_loaded(monkeypatch: pytest
 
     set_grads(params, 1)
     torch.cuda.synchronize()
-    torch.cuda._sleep(500_000_000)  # so that kernels and write-backs are still to come when the state is loaded
+    # Kernels and write-backs are still to come when the state is loaded.
+    torch.cuda._sleep(500_000_000)
     with monkeypatch.context() as patched:
         patched.setattr(adam, "adam_step_", fail_at_the_fifth)
         with pytest.raises(RuntimeError, match="no launch"):

@@ -1,4 +1,6 @@
-"""Streaming on a real GPU: any chunking gives the bits of the resident run, and races would show."""
+"""Streaming on a real GPU: any chunking gives the bits of the resident run, and races would
+show.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""State in the window on a real GPU: any window gives the bits of the resident run, and races would show."""
+"""State in the window on a real GPU: any window gives the bits of the resident run, and races would
+show.
+"""
 
 from __future__ import annotations
 
@@ -226,7 +228,7 @@ def test_the_last_step_is_reported_without_waiting_for_it() -> None:
             torch.cuda._sleep(1_000_000_000)
         optimizer.step()
         if step == 2:
-            first = optimizer.last_step_report()  # the device is still asleep: this is an earlier step
+            first = optimizer.last_step_report()  # an earlier step: the device sleeps
     torch.cuda.synchronize()
     report = optimizer.last_step_report()
     assert report is not None
@@ -275,7 +277,8 @@ def test_memory_of_the_window_is_given_back() -> None:
     optimizer.synchronize()
     before = torch.cuda.memory_allocated()
     optimizer.prefetch()
-    # Where what would be left of a cached block is below 1 MiB, torch's allocator hands that out with it.
+    # Where what would be left of a cached block is below 1 MiB, torch's allocator hands that out
+    # with it.
     assert 3 * MIB <= torch.cuda.memory_allocated() - before <= 12 * MIB + 4 * MIB
     optimizer.step()
     torch.cuda.synchronize()

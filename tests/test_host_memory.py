@@ -1,4 +1,6 @@
-"""State takes its own size of host memory: no second copy at any time, nothing that cannot fit, all given back."""
+"""State takes its own size of host memory: no second copy at any time, nothing that cannot fit, all
+given back.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def step(optimizer: FusedOffloadAdam, params: list[Any]) -> None:
     optimizer.step()
 
 
-# -- measured in processes of their own ------------------------------------------------------------------------------
+# -- measured in processes of their own ------------------------------------------------------------
 
 _PRELUDE = """
 import gc, json, re, sys
@@ -95,7 +97,8 @@ found = {}
 
 def measure(script: str, format: str) -> dict[str, float]:
     code = _PRELUDE + script + "\nprint(json.dumps(found))\n"
-    # Freed blocks go back to the system at once, so that what is measured does not depend on what ran before.
+    # Freed blocks go back to the system at once, so that what is measured does not depend on what
+    # ran before.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", code, format]
     run = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environment)
@@ -160,7 +163,7 @@ def test_state_is_never_held_twice(format: str) -> None:
     stepped = BYTES_PER_PARAMETER[format] * 4 * step_numel / MB
     loaded = BYTES_PER_PARAMETER[format] * 4 * load_numel / MB
     noise = 4  # MB: allocator, threads, transparent huge pages at the ends of mappings
-    blocks = 9 if format == "fp16" else 0  # MB: what the conversion of 2**20 elements takes at a time
+    blocks = 9 if format == "fp16" else 0  # MB, for converting 2**20 elements
     assert noise < stepped / 3 * 0.98  # a second copy of even one key would be larger
     assert blocks + noise < loaded / 3 * 0.98
 
@@ -181,7 +184,7 @@ def test_state_is_never_held_twice(format: str) -> None:
     assert found["growth"] < loaded * 0.1
 
 
-# -- what is allocated -----------------------------------------------------------------------------------------------
+# -- what is allocated -----------------------------------------------------------------------------
 
 
 class Slabs:
@@ -319,7 +322,7 @@ def test_close_keeps_nothing(device: torch.device, slabs: Slabs, partly: bool) -
     assert len(optimizer.state) == 0
 
 
-# -- refusing in time ------------------------------------------------------------------------------------------------
+# -- refusing in time ------------------------------------------------------------------------------
 
 
 def limit_host(monkeypatch: pytest.MonkeyPatch, left: int) -> None:
@@ -584,12 +587,15 @@ def test_what_only_garbage_holds_is_collected_before_memory_is_refused(monkeypat
 def test_memory_that_is_dropped_in_a_capture_stays_locked_until_it_may_be_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Waiting for the device, as giving back does, would end the capture; garbage is collected at any time."""
+    """Waiting for the device, as giving back does, would end the capture; garbage is collected at
+    any time.
+    """
     given_back: list[int] = []
 
     def unregister(address: int, device: torch.device | None) -> None:
         ranges = [line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines()]
-        assert any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)  # else it may be another's
+        # Otherwise it may belong to another slab.
+        assert any(int(begin, 16) <= address < int(end, 16) for begin, end in ranges)
         given_back.append(address)
 
     gc.collect()
@@ -631,7 +637,9 @@ def test_memory_is_given_back_also_where_nothing_can_be_asked(monkeypatch: pytes
 
 
 def test_memory_is_page_locked_and_given_back_in_the_context_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not of the current one, which may have no context yet and gets none. Locking waits for nothing."""
+    """Not of the current one, which may have no context yet and gets none. Locking waits for
+    nothing.
+    """
     current, seen = [torch.device("cuda", 0)], []
 
     class Driver:

@@ -1,4 +1,6 @@
-"""Random trainings against an oracle that knows no chunks, no storage and no groups: every bit, after every event."""
+"""Random trainings against an oracle that knows no chunks, no storage and no groups: every bit,
+after every event.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""An exception anywhere in a step: nobody else's numbers change, and the optimizer goes on only where it is whole.
+"""An exception anywhere in a step: nobody else's numbers change, and the optimizer goes on only
+where it is whole.
 
 On a simulated device, whose streams run in any legal order.
 """
@@ -94,7 +95,9 @@ class Trainer:
         self.prepared()()
 
     def checkpoint(self) -> Callable[[], None]:
-        """Saves parameters, state and what the next gradients are made from; returns what loads them."""
+        """Saves parameters, state and what the next gradients are made from; returns what loads
+        them.
+        """
         saved, chosen = copy.deepcopy(self.optimizer.state_dict()), self._generator.get_state()
         with torch.cuda.stream(self._stream):
             values = [param.detach().clone() for param in self.params]
@@ -147,11 +150,13 @@ Interrupting = Callable[[SimulatedDevice, Callable[[], None]], bool]
 
 
 def play(kind: str, schedule: Schedule, interrupting: Interrupting | None) -> tuple[list[Snapshot], bool, bool]:
-    """A step of each of two optimizers that share a ring, a second of one that may be interrupted, one of the other.
+    """A step of each of two optimizers that share a ring, a second of one that may be interrupted,
+    one of the other.
 
     Returns:
-        What is compared: the other one, the first before and after its step, which is taken again from a checkpoint if
-        it failed; whether the step was interrupted; whether it was taken completely.
+        What is compared: the other one, the first before and after its step, which is taken again
+        from a checkpoint if it failed; whether the step was interrupted; whether it was taken
+        completely.
     """
     with simulated(schedule) as sim:
         one, other = Trainer(sim, 1, kind), Trainer(sim, 2, "copy")

@@ -1,6 +1,8 @@
-"""The Triton kernel against the reference: interpreted on CPU, compiled where there is a GPU; bit for bit in both.
+"""The Triton kernel against the reference: interpreted on CPU, compiled where there is a GPU; bit
+for bit in both.
 
-Every comparison is of whole buffers, guard zones and padding included, so a write outside a piece fails the test too.
+Every comparison is of whole buffers, guard zones and padding included, so a write outside a piece
+fails the test too.
 """
 
 from __future__ import annotations
@@ -137,7 +139,9 @@ class Piece(NamedTuple):
 
 
 class World:
-    """Parameters, gradients and state of some segments, in memory that is full of random bits everywhere else."""
+    """Parameters, gradients and state of some segments, in memory that is full of random bits
+    everywhere else.
+    """
 
     def __init__(self, setup: Setup, numels: Sequence[int], *, shift: int = 0) -> None:
         """``shift`` moves parameters and gradients by elements, away from aligned addresses."""
@@ -266,7 +270,9 @@ def same_but_for_nans(actual: torch.Tensor, expected: torch.Tensor | None) -> bo
 
 
 def both(setup: Setup, numels: Sequence[int], device: torch.device, *, steps: int = 0, shift: int = 0) -> list[World]:
-    """The same memory twice, for the kernel and for the reference, after some steps of the reference."""
+    """The same memory twice, for the kernel and for the reference, after some steps of the
+    reference.
+    """
     expected = World(setup, numels, shift=shift)
     for step in range(1, steps + 1):
         expected.new_grads(step)
@@ -276,7 +282,7 @@ def both(setup: Setup, numels: Sequence[int], device: torch.device, *, steps: in
     return [expected.clone(device), expected]
 
 
-# -- the same bits ---------------------------------------------------------------------------------------------------
+# -- the same bits ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("setup", COVERING, ids=str)
@@ -453,7 +459,8 @@ def test_infinite_moments_have_no_say_in_their_neighbours_scales(magnitude: floa
 
 @pytest.mark.parametrize("shift", [16, 17, 18, 19])
 def test_log8_takes_a_coarser_grid_at_the_same_spread(shift: int, device: torch.device) -> None:
-    # Blocks whose largest and smallest value are as far apart as a grid just holds, a step less and a step more.
+    # Blocks whose largest and smallest value are as far apart as a grid just holds, a step less and
+    # a step more.
     blocks = 24
     actual, expected = both(EIGHT_BIT_WITH_MASTER, (blocks * SCALE_GROUP,), device)
     wanted = torch.full((blocks, SCALE_GROUP), ((0x3F800000 >> shift) << shift) + (101 << shift))
@@ -512,7 +519,7 @@ def test_8_bit_moments_of_any_magnitude(magnitude: float, device: torch.device) 
     assert_same_memory(actual, expected)
 
 
-# -- what the kernel reads on the device -----------------------------------------------------------------------------
+# -- what the kernel reads on the device -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("lr_dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
@@ -583,8 +590,9 @@ def test_any_sign_of_infinities_skips(found_inf: float, device: torch.device) ->
 
 
 def test_a_skipped_step_keeps_scales_of_maxima_that_rounded_up(device: torch.device) -> None:
-    # Here skipping rewrites what was read (the master has no other way to its slot), so encoding has to be idempotent
-    # even where the largest value of a block was rounded up to the next power of two.
+    # Here skipping rewrites what was read (the master has no other way to its slot), so encoding
+    # has to be idempotent even where the largest value of a block was rounded up to the next power
+    # of two.
     actual, expected = both(FP32_WITH_MASTER, (SCALE_GROUP,), device, steps=2)
     for world in (actual, expected):
         values = torch.arange(SCALE_GROUP, dtype=torch.float32) * 2.0**-38
@@ -628,7 +636,8 @@ def spoil_masters(world: World) -> None:
 @IGNORE_INVALID
 @pytest.mark.parametrize("setup", TYPICAL, ids=str)
 def test_a_skipped_first_step_leaves_initial_state(setup: Setup, device: torch.device) -> None:
-    # The memory held random bits; what is copied back after a skipped first step must be a state to go on from.
+    # The memory held random bits; what is copied back after a skipped first step must be a state to
+    # go on from.
     actual, expected = both(setup, (129, 1025), device)
     initialise_moments(expected)
     initialise_masters(expected)
@@ -666,7 +675,8 @@ def test_a_skipped_step_initialises_moments_beside_an_existing_master(setup: Set
 
 @pytest.mark.parametrize("master", [FP32, FP16], ids=lambda format: format.name)
 def test_a_skipped_step_writes_the_master_of_a_float32_parameter(master: Format, device: torch.device) -> None:
-    # This master is never read, so it is not copied to the slot, and what the slot holds must not be copied back.
+    # This master is never read, so it is not copied to the slot, and what the slot holds must not
+    # be copied back.
     setup = Setup(master=master)
     actual, expected = both(setup, (129, 1025), device, steps=1)
     spoil_masters(actual)
@@ -674,13 +684,14 @@ def test_a_skipped_step_writes_the_master_of_a_float32_parameter(master: Format,
     assert_same_memory(actual, expected)
 
 
-# -- stochastic rounding ---------------------------------------------------------------------------------------------
+# -- stochastic rounding ---------------------------------------------------------------------------
 
 
 def test_random_numbers_of_parameters_beyond_2_to_the_32_elements(device: torch.device) -> None:
     worlds = both(STOCHASTIC, (3 * 1024 + 1,), device, steps=1)
     outcomes = []
-    for skipped in (0, 2**32 - 1024 - 128, 2**32):  # the lower half of the counter overflows within a block
+    # The lower half of the counter overflows within a block.
+    for skipped in (0, 2**32 - 1024 - 128, 2**32):
         actual, expected = (world.clone(torch.device(world.params[0].device)) for world in worlds)
         actual.skipped = expected.skipped = skipped
         actual.kernel_step(scalars_of(STOCHASTIC, 2), actual.pieces())
@@ -690,14 +701,15 @@ def test_random_numbers_of_parameters_beyond_2_to_the_32_elements(device: torch.
     assert not torch.equal(outcomes[0], outcomes[2])
 
 
-# -- fast math -------------------------------------------------------------------------------------------------------
+# -- fast math -------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("setup", COVERING, ids=str)
 def test_te_numerics_stay_within_fast_math_of_ieee(setup: Setup, device: torch.device) -> None:
-    # Moments know no division; they only lose subnormals. A division is within 2 ulp, a square root within 1, so an
-    # update, at most 1 plus the decay in a first step, is within 2^-20. Then its parameter may round to a neighbour.
+    # Moments know no division; they only lose subnormals. A division is within 2 ulp, a square root
+    # within 1, so an update, at most 1 plus the decay in a first step, is within 2^-20. Then its
+    # parameter may round to a neighbour.
     actual, expected = both(setup, (1, 129, 1025), device)
     scalars = scalars_of(setup, 1)
     actual.kernel_step(scalars, actual.pieces(), numerics="te")
@@ -712,13 +724,14 @@ def test_te_numerics_stay_within_fast_math_of_ieee(setup: Setup, device: torch.d
     assert torch.equal(ours["exp_avg"], theirs["exp_avg"])
     on_cpu = actual.clone(torch.device("cpu"))
     for start, numel in zip(expected.starts, expected.numels, strict=True):
-        # The smallest value of a scaled format is what a lost subnormal may take from one that has to stay positive.
+        # The smallest value of a scaled format is what a lost subnormal may take from one that has
+        # to stay positive.
         values, wanted = (decode(world.state.exp_avg_sq.narrow(start, numel)) for world in (on_cpu, expected))
         smallest = {"log8": 2.0**-31}.get(setup.exp_avg_sq.name, 2.0**-38)
         assert ((values - wanted).abs() <= 2.0**-126 + smallest * wanted.max()).all()
 
 
-# -- size ------------------------------------------------------------------------------------------------------------
+# -- size ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.gpu

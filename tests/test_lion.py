@@ -1,4 +1,6 @@
-"""Lion: the paper <- the plain torch step <- the kernel <- the resident run <- every way to stream; checkpoints."""
+"""Lion: the paper <- the plain torch step <- the kernel <- the resident run <- every way to stream;
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ STORED = [
 ]
 """Dtypes of parameters, and stored formats of their masters."""
 
-IGNORE_INVALID = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, of inf * 0
+# NumPy warns of inf * 0.
+IGNORE_INVALID = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 
 
 def options_of(exp_avg: str, master: str) -> dict[str, Any]:
@@ -67,7 +70,7 @@ def name(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-# -- the paper -------------------------------------------------------------------------------------------------------
+# -- the paper -------------------------------------------------------------------------------------
 
 
 def step64(
@@ -76,8 +79,8 @@ def step64(
     """Algorithm 2 in float64.
 
     Returns:
-        Parameter; momentum; how far a float32 momentum may be from it; where float32 is sure to get the sign. In
-        float32 ``1 - beta`` is off by up to 6e-6 relative.
+        Parameter; momentum; how far a float32 momentum may be from it; where float32 is sure to get
+        the sign. In float32 ``1 - beta`` is off by up to 6e-6 relative.
     """
     beta1, beta2 = BETAS
     theta, g, m = param.double(), grad.double(), momentum.double()
@@ -114,7 +117,7 @@ def test_signs_of_zero_infinity_and_nan(device: str) -> None:
     assert_same_bits(param.detach().cpu(), expected, "parameter")  # 1e-45 * 0.1 is zero in float32
 
 
-# -- the kernel ------------------------------------------------------------------------------------------------------
+# -- the kernel ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -160,7 +163,9 @@ START = 128  # a scale group of nobody before the state
 
 
 class Memory:
-    """Parameters, gradients and state of a few pieces, in memory that is full of random bits everywhere else."""
+    """Parameters, gradients and state of a few pieces, in memory that is full of random bits
+    everywhere else.
+    """
 
     def __init__(self, setup: Setup, *, shift: int = 0) -> None:
         self.setup = setup
@@ -269,7 +274,9 @@ def signals_of(device: torch.device, *, skip: bool, skips: int = 0) -> ScalerSig
 
 @typical
 def test_signals_and_a_bounded_launch(setup: Setup, kernel_device: torch.device) -> None:
-    """A gradient scale, skips before this step, a learning rate on the device, two programs, odd addresses."""
+    """A gradient scale, skips before this step, a learning rate on the device, two programs, odd
+    addresses.
+    """
     actual, expected = both(setup, kernel_device, started=True, shift=1)
     signals = signals_of(kernel_device, skip=False, skips=3)
     actual.kernel_step(5, signals, lr=torch.tensor([LR], device=kernel_device), max_programs=2)
@@ -307,7 +314,7 @@ def test_the_compiler_takes_what_the_interpreter_takes(tmp_path: Path) -> None:
     assert run.stdout.count("lines of PTX") == 2
 
 
-# -- every way to stream ---------------------------------------------------------------------------------------------
+# -- every way to stream ---------------------------------------------------------------------------
 
 SIZES = ((300,), (1,), (25, 11), (200,))
 WAYS: dict[str, OffloadConfig] = {
@@ -343,7 +350,9 @@ def train(
 
 @pytest.fixture
 def kernel_is_its_reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The GPU's pipeline on the CPU; kernels run as plain torch, which takes a fraction of the interpreter's time."""
+    """The GPU's pipeline on the CPU; kernels run as plain torch, which takes a fraction of the
+    interpreter's time.
+    """
     sim = SimulatedDevice()
     with installed(sim, monkeypatch):
         monkeypatch.setattr(Launches, "launch", lambda self, index, slot=0: sim.launch(self, index, slot))
@@ -392,7 +401,7 @@ def test_skips_that_only_the_device_knows() -> None:
         run_on_simulated_device(skipped, schedule)  # type: ignore[arg-type]
 
 
-# -- gradient scalers, groups, bad input -----------------------------------------------------------------------------
+# -- gradient scalers, groups, bad input -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
@@ -468,7 +477,7 @@ def test_a_momentum_that_stands_still_is_warned_of() -> None:
         FusedOffloadLion([param], stochastic_rounding=True)
 
 
-# -- checkpoints -----------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dtype", "master"), STORED, ids=name)
@@ -496,7 +505,8 @@ def test_stored_formats_change_between_save_and_load(device: str, exp_avg: str) 
         [{"params": params[:2]}, {"params": params[2:]}], master_weights=True, **EXP_AVG[exp_avg][1]
     )
     saved = copy.deepcopy(one.state_dict())
-    for index, param in enumerate(params):  # remainders stand beside the parameter; masters of float32 do not
+    # Remainders need the parameter beside them; masters of float32 parameters do not.
+    for index, param in enumerate(params):
         saved["state"][index]["master_param"] = param.detach().float().cpu()
     other.load_state_dict(saved)
     tolerance = {"fp32": 0.0, "fp16": 2.0**-11, "uint8": 0.2}.get(exp_avg, 2.0**-8)

@@ -1,4 +1,5 @@
-"""The ways into a Megatron program: launcher, environment variable, Megatron-Bridge's configuration; and the example.
+"""The ways into a Megatron program: launcher, environment variable, Megatron-Bridge's
+configuration; and the example.
 
 Whatever imports Megatron runs in a process of its own, under the stand-in for CUDA where it trains.
 """
@@ -52,7 +53,7 @@ def is_there(name: str) -> bool:
         (torch.bfloat16, False, True, True, None),
         (torch.float32, True, True, True, None),
         (torch.uint8, False, False, True, None),
-        (torch.uint8, False, True, False, None),  # the dtypes do not count in Megatron's default mode
+        (torch.uint8, False, True, False, None),  # Megatron's default mode ignores the dtypes
     ],
 )
 def test_copies_of_a_weight_on_two_stages(
@@ -156,7 +157,7 @@ def output_of(command: list[str], *, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-# -- python -m fused_offload.megatron.run ----------------------------------------------------------------------------
+# -- python -m fused_offload.megatron.run ----------------------------------------------------------
 
 LAUNCH = [sys.executable, "-m", "fused_offload.megatron.run"]
 
@@ -234,7 +235,7 @@ def test_the_launcher_works_under_torchrun(tmp_path: Path) -> None:
     }
 
 
-# -- FUSED_OFFLOAD_ADAM ----------------------------------------------------------------------------------------------
+# -- FUSED_OFFLOAD_ADAM ----------------------------------------------------------------------------
 
 IMPORT_MEGATRON = dedent(
     """
@@ -256,7 +257,9 @@ AT_THE_START = dedent(
 
 
 class Environment:
-    """A virtual environment without the project, that sees what else the tests' own interpreter sees."""
+    """A virtual environment without the project, that sees what else the tests' own interpreter
+    sees.
+    """
 
     def __init__(self, directory: Path) -> None:
         output_of([sys.executable, "-m", "venv", "--without-pip", str(directory)], cwd=directory.parent)
@@ -345,7 +348,8 @@ def test_without_the_variable_starting_python_imports_nothing_of_ours(environmen
 
 def test_an_unknown_value_is_refused_where_megatron_is_imported(environment: Environment, tmp_path: Path) -> None:
     (tmp_path / "megatron" / "core").mkdir(parents=True)
-    (tmp_path / "megatron" / "core" / "__init__.py").touch()  # in front of the real one, which takes long to import
+    # It comes before the real one, whose import takes long.
+    (tmp_path / "megatron" / "core" / "__init__.py").touch()
     variables = {"FUSED_OFFLOAD_ADAM": "yes", "PYTHONPATH": str(tmp_path)}
     assert environment.output("import json", **variables) == []
     done = run([environment.python, "-c", "import megatron.core.optimizer"], cwd=tmp_path, **variables)
@@ -469,7 +473,7 @@ def test_uninstalling_the_wheel_leaves_nothing(environment: Environment, tmp_pat
     assert copy.added() == set()
 
 
-# -- Megatron-Bridge -------------------------------------------------------------------------------------------------
+# -- Megatron-Bridge -------------------------------------------------------------------------------
 
 BRIDGE = {
     "megatron/bridge/__init__.py": "",
@@ -487,8 +491,10 @@ BRIDGE = {
                 super().__post_init__()
         """,
 }
-"""Not Megatron-Bridge, which needs what a test machine lacks, but its one class that we use: a configuration that runs
-Megatron's checks in ``finalize``, when overrides are in. What Bridge does with it is in `provide_as_bridge_does`."""
+"""Not Megatron-Bridge, which needs what a test machine lacks, but its one class that we use: a
+configuration that runs Megatron's checks in ``finalize``, when overrides are in. What Bridge does
+with it is in `provide_as_bridge_does`.
+"""
 
 TRAIN_WITH_BRIDGE = dedent(
     """
@@ -621,7 +627,7 @@ def test_without_bridge_its_configuration_says_what_to_install(bridge: Path, tmp
     assert incomplete == "No module named 'a_package_that_is_missing'"
 
 
-# -- the example -----------------------------------------------------------------------------------------------------
+# -- the example -----------------------------------------------------------------------------------
 
 EXAMPLE_ON_A_CPU = dedent(
     f"""
@@ -677,7 +683,7 @@ def test_the_benchmark_says_in_one_line_that_it_needs_a_gpu(tmp_path: Path) -> N
     assert done.stderr.splitlines() == ["bench/megatron_train.py trains on a CUDA GPU, and torch sees none here."]
 
 
-# -- what is written about other projects ----------------------------------------------------------------------------
+# -- what is written about other projects ----------------------------------------------------------
 
 LINE_OF_A_FILE = re.compile(r"\b\w+\.(py|cu|cpp|h):\d+")
 

@@ -1,7 +1,9 @@
-"""bench/megatron_lm.py: arguments, ranks, log, comparison and table, on a small script over Megatron's training loop.
+"""bench/megatron_lm.py: arguments, ranks, log, comparison and table, on a small script over
+Megatron's training loop.
 
-The script is `tests/megatron/pretrain_gpt.py`, under the stand-in for CUDA: what Megatron-LM's own does beyond that
-(its data, TransformerEngine, GPUs) is not tested here. The variable MEGATRON_LM names a checkout to take instead.
+The script is `tests/megatron/pretrain_gpt.py`, under the stand-in for CUDA: what Megatron-LM's own
+does beyond that (its data, TransformerEngine, GPUs) is not tested here. The variable MEGATRON_LM
+names a checkout to take instead.
 """
 
 from __future__ import annotations
@@ -87,7 +89,8 @@ def test_cases_run_are_compared_and_shown(program: ModuleType, checkout: Path, t
     assert "losses_digits" not in narrow
     assert ours["over_stock"] == ours["iteration_ms"] / stock["iteration_ms"]
     assert ours["tokens_per_s"] == pytest.approx(2 * 32 / ours["iteration_ms"] * 1e3)
-    assert 1.5 < ours["host_bytes"] / narrow["host_bytes"] / (12 / 4.0625) < 2  # half, in whole parameters
+    # Half of the state, in whole parameters.
+    assert 1.5 < ours["host_bytes"] / narrow["host_bytes"] / (12 / 4.0625) < 2
     assert stock["said"] == []
     assert any("FusedOffloadAdam in the place of HybridDeviceOptimizer" in line for line in ours["said"])
     assert any("master_param as fp32" in line for line in ours["said"])  # 12 bytes

@@ -1,4 +1,6 @@
-"""tools/mutate.py: faults of a package of the test's own, with tests that notice one and miss another."""
+"""tools/mutate.py: faults of a package of the test's own, with tests that notice one and miss
+another.
+"""
 
 from __future__ import annotations
 

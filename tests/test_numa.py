@@ -49,7 +49,7 @@ def test_nothing_is_asked_for_where_it_does_not_matter(
 ) -> None:
     assert numa.preferred_node(torch.device("cpu")) is None
     monkeypatch.setattr(numa, "node_folders", lambda: {0: Path("node0")})
-    assert numa.preferred_node.__wrapped__(torch.device("cuda", 0)) is None  # the driver is not even asked
+    assert numa.preferred_node.__wrapped__(torch.device("cuda", 0)) is None  # without the driver
     PinnedSlab(4096, pin=False)
     assert two_nodes == []
 
@@ -72,7 +72,8 @@ def test_this_host() -> None:
     if not numa.node_folders():
         pytest.skip("the kernel shows no NUMA nodes")
     free = read_numa_nodes(numa.SYSFS)
-    node = max(free, key=lambda node: free[node])  # asking is a wish: a full node would not fulfil it
+    # A full node would not fulfil the request, which is a preference only.
+    node = max(free, key=lambda node: free[node])
     refused = numa.try_to_prefer(node)
     slab = PinnedSlab(10 * 4096 + 1, pin=False, numa_node=node)
     assert (slab.numa_node is None) == (refused is not None)

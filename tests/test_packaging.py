@@ -1,4 +1,5 @@
-"""The wheel holds what the tree holds, with `kernels/` below `fused_offload` and the autoload beside it, and no more.
+"""The wheel holds what the tree holds, with `kernels/` below `fused_offload` and the autoload
+beside it, and no more.
 
 What the autoload does is in test_megatron_entry.py.
 """
@@ -37,7 +38,8 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / name, source)
     for name in (*INSTALLED_AS, "tests"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__", "golden"))
-    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"]  # the wheel from the archive
+    # The wheel is built from the source archive.
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"]
     environment = {**os.environ, "PROJECT_URL": PROJECT_URL}
     built = subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True)
     assert built.returncode == 0, built.stdout + built.stderr
@@ -120,7 +122,9 @@ def test_installed_wheel_imports(wheel: Path, tmp_path: Path) -> None:
 
 
 def test_a_checkout_imports_where_another_is_installed(tmp_path: Path) -> None:
-    """Who installed it is likely to stay in the folder, where Python finds the package as it lies."""
+    """Who installed it is likely to stay in the folder, where Python finds the package as it
+    lies.
+    """
     for name in ("fused_offload", "kernels"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     program = (

@@ -1,4 +1,6 @@
-"""The order of copies and kernels, on fake streams that run their queues in any order that the events allow."""
+"""The order of copies and kernels, on fake streams that run their queues in any order that the
+events allow.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,15 @@ class FakeEvent:
 
 
 class FakeOps:
-    """Three queues of operations on a slab of counters; an operation runs when its queue and its waits allow."""
+    """Three queues of operations on a slab of counters; an operation runs when its queue and its
+    waits allow.
+    """
 
     def __init__(self, slab: list[int], *, dropped: str | None = None) -> None:
         self.compute, self.h2d, self.d2h = deque[Any](), deque[Any](), deque[Any]()
         self.slab, self.dropped = slab, dropped
-        self.held: dict[int, Any] = {}  # what a slot or a block of the window holds: place and value
-        self.of_state = 0  # how many of the next waits for write-backs are for state, not for a slot
+        self.held: dict[int, Any] = {}  # content of slots and blocks: place and value
+        self.of_state = 0  # next waits for write-backs of state, not of a slot
         self.errors = 0
 
     def record(self, stream: deque[Any]) -> FakeEvent:
@@ -117,7 +121,9 @@ class FakeOps:
         self.compute.append(run)
 
     def run_all(self, rng: random.Random) -> None:
-        """Runs everything; favours one queue at a time, so that it gets as far ahead as the events let it."""
+        """Runs everything; favours one queue at a time, so that it gets as far ahead as the events
+        let it.
+        """
         queues = [self.compute, self.h2d, self.d2h]
         while any(queues):
             rng.shuffle(queues)
@@ -168,9 +174,11 @@ def train(
     zero_copy: bool = False,
     dropped: str | None = None,
 ) -> tuple[list[int], list[int], int]:
-    """Several steps over different places, streamed and in windows of different sizes, without a host wait.
+    """Several steps over different places, streamed and in windows of different sizes, without a
+    host wait.
 
-    With ``zero_copy`` some places are updated in host memory instead, unless they are in the window.
+    With ``zero_copy`` some places are updated in host memory instead, unless they are in the
+    window.
     """
     rng = random.Random(seed)
     slab, expected = [0] * 7, [0] * 7
@@ -231,7 +239,9 @@ def test_each_edge_is_needed(edge: str, windows: bool, zero_copy: bool, monkeypa
 
 
 def test_write_backs_of_single_blocks_are_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The event of the last streamed chunk does not stand for blocks that are written back behind it."""
+    """The event of the last streamed chunk does not stand for blocks that are written back behind
+    it.
+    """
     monkeypatch.setattr(WriteBacks, "note_block", lambda self, block, event: None)
     outcomes = (train(seed, monkeypatch, depth=2) for seed in range(300))
     assert any(errors or slab != expected for slab, expected, errors in outcomes)
@@ -251,7 +261,9 @@ def waits_of_h2d(ops: FakeOps) -> list[Any]:
 
 
 def test_no_h2d_waits_for_an_unrelated_write_back() -> None:
-    """A prefetch is held back by its own slot and the previous step only, never by the chunk right before it."""
+    """A prefetch is held back by its own slot and the previous step only, never by the chunk right
+    before it.
+    """
     slots = [Slot(None) for _ in range(3)]  # type: ignore[arg-type]
     ops = FakeOps([0] * 7)
     waits = waits_of_h2d(ops)
@@ -260,7 +272,9 @@ def test_no_h2d_waits_for_an_unrelated_write_back() -> None:
 
 
 def test_a_streamed_chunk_waits_for_no_more_than_the_blocks_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are written back last, under the next forward pass; the prefetch has waited for them already."""
+    """Blocks are written back last, under the next forward pass; the prefetch has waited for them
+    already.
+    """
     slots = [Slot(None) for _ in range(2)]  # type: ignore[arg-type]
     ops, write_backs = FakeOps([0] * 7), WriteBacks()
     window = FakeWindow(ops, write_backs, monkeypatch)

@@ -1,4 +1,6 @@
-"""The plan covers every element once, within the capacity, and copies no more often than it has to."""
+"""The plan covers every element once, within the capacity, and copies no more often than it has
+to.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ KINDS = ("a", "b", "c")
 
 @st.composite
 def segments_of_a_step(draw: st.DrawFn) -> list[Segment]:
-    """Segments in any order; those of one kind lie in one storage, with and without gaps between them."""
+    """Segments in any order; those of one kind lie in one storage, with and without gaps between
+    them.
+    """
     segments = []
     place = dict.fromkeys(KINDS, 0)
     for kind in draw(st.lists(st.sampled_from(KINDS), max_size=12)):

@@ -30,7 +30,7 @@ def test_a_profile_shows_the_phases() -> None:
 
 def test_profilers_from_outside_see_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.profiler.profile() as profile:
-        monkeypatch.setattr(profiler, "_is_profiler_enabled", False)  # as if Python knew nothing of it
+        monkeypatch.setattr(profiler, "_is_profiler_enabled", False)  # as if Python knew of none
         stepped()
         monkeypatch.undo()
     assert "FusedOffloadAdam::check" in {event.key for event in profile.key_averages()}
@@ -66,7 +66,9 @@ def test_without_the_light_one_record_function_will_do(monkeypatch: pytest.Monke
 
 
 def test_a_profiler_may_start_and_stop_inside_of_a_phase() -> None:
-    """One can be started from outside or in another thread; a marker that raised would fail a step that went well."""
+    """One can be started from outside or in another thread; a marker that raised would fail a step
+    that went well.
+    """
     profile = torch.profiler.profile()
     with profiler_range("check"):
         profile.start()

@@ -1,4 +1,5 @@
-"""Parameters whose class stands for other tensors, as quantised ones do: refused by name, and what to do instead works.
+"""Parameters whose class stands for other tensors, as quantised ones do: refused by name, and what
+to do instead works.
 
 Real quantised classes are TransformerEngine's, which needs a GPU to be imported.
 """
@@ -127,7 +128,7 @@ def test_subclasses_with_memory_of_their_own_are_stepped() -> None:
     assert not torch.equal(params[1], torch.ones(300))
 
 
-# -- TransformerEngine's -----------------------------------------------------------------------------------------
+# -- TransformerEngine's ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -136,7 +137,9 @@ def te() -> Any:
 
 
 def te_param(te: Any, name: str) -> Any:
-    """A parameter of 256 x 512 elements of one of TransformerEngine's classes, the same at every call."""
+    """A parameter of 256 x 512 elements of one of TransformerEngine's classes, the same at every
+    call.
+    """
     from transformer_engine.common import recipe
 
     if name == "MXFP8Tensor":  # made without a GPU that multiplies them

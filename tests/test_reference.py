@@ -1,4 +1,6 @@
-"""The reference step: bit for bit its specification written again in numpy, and close to Adam in float64."""
+"""The reference step: bit for bit its specification written again in numpy, and close to Adam in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
-# -- the specification again, in numpy -------------------------------------------------------------------------------
+# -- the specification again, in numpy -------------------------------------------------------------
 
 
 def f32(values: np.ndarray | float) -> np.ndarray:
@@ -98,7 +100,9 @@ def f32(values: np.ndarray | float) -> np.ndarray:
 
 
 def fma32(a: np.ndarray, b: float, c: np.ndarray) -> np.ndarray:
-    """A multiply-add of float32 numbers, rounded once; float64 would lose what decides between two halves."""
+    """A multiply-add of float32 numbers, rounded once; float64 would lose what decides between two
+    halves.
+    """
     return (a.astype(np.longdouble) * b + c).astype(np.float32).astype(np.float64)
 
 
@@ -231,8 +235,8 @@ def nearest_fp32(exact: Fraction) -> float:
 
 @pytest.mark.parametrize("kind", ["few bits", "any bits", "subnormal"])
 def test_multiply_adds_round_once(kind: str) -> None:
-    # Stored moments of few bits times a decay are often half way between two numbers of float32; what a small gradient
-    # adds then decides, and float64 has no place for it.
+    # Stored moments of few bits times a decay are often half way between two numbers of float32;
+    # what a small gradient adds then decides, and float64 has no place for it.
     random = np.random.default_rng(0)
     b, numel = float(np.float32(0.99)), 2000
     a = (random.integers(1, 256, numel) * 2.0 ** random.integers(-8, 8, numel)).astype(np.float32)
@@ -257,11 +261,13 @@ def test_multiply_adds_of_zeros_infinities_and_nans() -> None:
     assert bits(out[6:]).tolist() == [0]
 
 
-# -- against Adam in float64 -----------------------------------------------------------------------------------------
+# -- against Adam in float64 -----------------------------------------------------------------------
 
 
 class Float64Adam:
-    """torch's own Adam or AdamW on a float64 copy; also the decayed sum of gradient magnitudes, which `m` rounds at."""
+    """torch's own Adam or AdamW on a float64 copy; also the decayed sum of gradient magnitudes,
+    which `m` rounds at.
+    """
 
     def __init__(self, param: torch.Tensor, *, adam_w_mode: bool, betas: tuple[float, float], lr: float) -> None:
         self.param = torch.nn.Parameter(param.double())
@@ -285,8 +291,8 @@ class Float64Adam:
 
 @pytest.mark.parametrize("adam_w_mode", [True, False], ids=["adamw", "l2"])
 def test_close_to_adam_in_float64(adam_w_mode: bool) -> None:
-    # float32(1 - float32(0.999)) is 1.3e-5 off, which is the error of v. In m, whose terms may cancel, rounding is
-    # relative to the magnitudes that were summed.
+    # float32(1 - float32(0.999)) is 1.3e-5 off, which is the error of v. In m, whose terms may
+    # cancel, rounding is relative to the magnitudes that were summed.
     lr, betas, steps = 1e-3, (0.9, 0.999), 20
     param = random_params(5000, torch.float32)
     exact = Float64Adam(param, adam_w_mode=adam_w_mode, betas=betas, lr=lr)
@@ -340,14 +346,15 @@ def test_gradients_as_small_as_eps(eps: float) -> None:
     assert torch.allclose(param, expected, rtol=2e-6, atol=0)
 
 
-# -- scalars ---------------------------------------------------------------------------------------------------------
+# -- scalars ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.95, 0.999, 0.9999])
 def test_bias_corrections_are_those_of_float32_betas(beta: float) -> None:
     stored_beta = Fraction(float(np.float32(beta)))
     for step in (1, 2, 3, 10, 100, 1000):
-        # Rational arithmetic knows no rounding; float64 is precise enough to round to the same float32.
+        # Rational arithmetic knows no rounding; float64 is precise enough to round to the same
+        # float32.
         assert bias_correction(beta, step) == float(np.float32(float(1 - stored_beta**step)))
 
 
@@ -383,7 +390,7 @@ def test_lr_as_a_tensor(lr_dtype: torch.dtype) -> None:
     assert torch.equal(as_float, as_tensor)
 
 
-# -- what goes in and what stays -------------------------------------------------------------------------------------
+# -- what goes in and what stays -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
@@ -407,7 +414,8 @@ def test_zero_lr_changes_no_parameter(dtype: torch.dtype, master: Format | None,
     before = param.clone()
     state = new_state(300, master=master)
     for step in range(1, 4):
-        # No gradient yet at all, so v is 0 where no decay is added to it: 0 / (sqrt(0) + eps) has to be 0.
+        # No gradient yet at all, so v is 0 where no decay is added to it: 0 / (sqrt(0) + eps) has
+        # to be 0.
         adam_step_(param, torch.zeros(300), state, scalars_of(step, lr=0.0, adam_w_mode=adam_w_mode))
         state = started(state)
     if adam_w_mode:
@@ -456,11 +464,13 @@ def test_nan_gradients_show_in_every_parameter_dtype() -> None:
             assert param.isnan().tolist() == [False, True, False, True]
 
 
-# -- narrow moments --------------------------------------------------------------------------------------------------
+# -- narrow moments --------------------------------------------------------------------------------
 
 
 def second_moment_error(format: Format, beta2: float) -> float:
-    """How far second moments are from float64 after their gradients became a tenth; relative, of the sum."""
+    """How far second moments are from float64 after their gradients became a tenth; relative, of
+    the sum.
+    """
     numel, steps = 256, 800
     param, state = torch.zeros(numel), new_state(numel, FP32, format)
     exact = torch.zeros(numel, dtype=torch.float64)
@@ -475,7 +485,8 @@ def second_moment_error(format: Format, beta2: float) -> float:
 
 
 def test_bf16_second_moments_stall_unless_they_are_rounded_stochastically() -> None:
-    # With beta2 = 0.999 one gradient moves a second moment by a thousandth, and bfloat16 steps by a 128th to a 256th.
+    # With beta2 = 0.999 one gradient moves a second moment by a thousandth, and bfloat16 steps by a
+    # 128th to a 256th.
     assert second_moment_error(BF16, 0.999) > 0.3
     assert second_moment_error(BF16_STOCHASTIC, 0.999) < 0.01
     assert second_moment_error(LOG8, 0.999) < 0.02
@@ -489,7 +500,9 @@ NARROW = pytest.mark.parametrize("formats", [(ROOT8, LOG8), (ROOT8, BF16_STOCHAS
 def test_updates_stay_bounded_where_gradients_end_or_differ_by_decades(
     formats: tuple[Format, Format], beta2: float, eps: float
 ) -> None:
-    """Rows seen once, features that die beside others that live, and one in 128 gradients 10,000 times as large."""
+    """Rows seen once, features that die beside others that live, and one in 128 gradients 10,000
+    times as large.
+    """
     numel = 16 * SCALE_GROUP
     random = torch.Generator().manual_seed(0)
     param, state, before = torch.zeros(numel), new_state(numel, *formats), torch.zeros(numel)
@@ -507,12 +520,13 @@ def test_updates_stay_bounded_where_gradients_end_or_differ_by_decades(
         state = started(state)
         assert param.isfinite().all()
         worst = max(worst, float((param - before).abs().max()))
-    # |m| / sqrt(v) is at most sqrt(sum(a^2 / b)) for weights a and b of past gradients: 7.3 with beta2 = 0.999 and 1.2
-    # with 0.95, and in practice about 3 where gradients come rarely; the rest is for rounding.
+    # |m| / sqrt(v) is at most sqrt(sum(a^2 / b)) for weights a and b of past gradients: 7.3 with
+    # beta2 = 0.999 and 1.2 with 0.95, and in practice about 3 where gradients come rarely; the rest
+    # is for rounding.
     assert 1.0 < worst < 8.0
 
 
-# -- blocks and threads ----------------------------------------------------------------------------------------------
+# -- blocks and threads ----------------------------------------------------------------------------
 
 
 def run_steps(numel: int, formats: tuple[Format, Format, Format | None], seed: int) -> list[torch.Tensor]:

@@ -1,4 +1,6 @@
-"""The direction of imports, and the rooms of streams, page-locking, Triton and Megatron, read off the source."""
+"""The direction of imports, and the rooms of streams, page-locking, Triton and Megatron, read off
+the source.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class Source:
         self.tree = ast.parse(text)
 
     def imports(self) -> set[str]:
-        """Absolute dotted names of everything imported anywhere in the module, also inside functions."""
+        """Absolute dotted names of everything imported anywhere in the module, also inside
+        functions.
+        """
         return set(self._imports())
 
     def _imports(self) -> Iterator[str]:
@@ -80,7 +84,9 @@ class Source:
                 yield str(getattr(node.args[0], "value", "unknown"))
 
     def identifiers(self) -> set[str]:
-        """Every name, attribute, keyword and imported name; attributes also with what they are taken from."""
+        """Every name, attribute, keyword and imported name; attributes also with what they are
+        taken from.
+        """
         found = set()
         for node in ast.walk(self.tree):
             if isinstance(node, ast.Attribute):
@@ -142,7 +148,7 @@ def own_rooms(source: Source) -> set[str]:
     return own - {source.room()}
 
 
-# -- the rules -------------------------------------------------------------------------------------------------------
+# -- the rules -------------------------------------------------------------------------------------
 
 
 @every_module
@@ -223,7 +229,7 @@ def test_the_package_holds_public_names_only() -> None:
     assert set(fused_offload.__all__) == PUBLIC_NAMES
 
 
-# -- the checks themselves -------------------------------------------------------------------------------------------
+# -- the checks themselves -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
-"""Stochastic rounding is right on average for any sequence of gradients, in the reference and in the kernel.
+"""Stochastic rounding is right on average for any sequence of gradients, in the reference and in
+the kernel.
 
-Every element of one run sees the same sequence, times an amplitude of its own. Divided by that amplitude all moments
-have the same exact average, from which their mean may be a few standard errors away.
+Every element of one run sees the same sequence, times an amplitude of its own. Divided by that
+amplitude all moments have the same exact average, from which their mean may be a few standard
+errors away.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ SEQUENCES: dict[str, Callable[[int], list[float]]] = {
     "random walk": random_walk,
 }
 FORMATS = {"bf16": (BF16_STOCHASTIC, BF16_STOCHASTIC), "8-bit": (ROOT8, LOG8)}
-COUNTER = rounding_counter(3, 2**32 - 1536)  # the lower half of the offset overflows among the elements
+# The lower half of the offset overflows among the elements.
+COUNTER = rounding_counter(3, 2**32 - 1536)
 
 
 class Step(NamedTuple):
@@ -83,7 +86,9 @@ def stored_empty(format: Format, numel: int, device: str) -> Stored:
 
 
 def amplitudes(numel: int) -> torch.Tensor:
-    """Over three decades and of both signs, so that no block holds one value and few hold its own largest."""
+    """Over three decades and of both signs, so that no block holds one value and few hold its own
+    largest.
+    """
     random = np.random.default_rng(1)
     return torch.from_numpy(10 ** random.uniform(-3, 0, numel) * random.choice([-1.0, 1.0], numel)).float()
 
@@ -178,7 +183,7 @@ def test_moments_on_a_gpu_are_right_on_average(formats: str, sequence: str, beta
         bias.check(relative_limit(formats))
 
 
-# -- thresholds ------------------------------------------------------------------------------------------------------
+# -- thresholds ------------------------------------------------------------------------------------
 
 ELEMENTS, STEPS = 512, 512
 
@@ -195,7 +200,9 @@ def threshold_tables(seed: int = 0, parameter: int = 0, first_step: int = 1) -> 
 
 
 def excess(one: np.ndarray, other: np.ndarray) -> float:
-    """How much less even than chance pairs fill 16 x 16 boxes, in standard deviations of chi-square."""
+    """How much less even than chance pairs fill 16 x 16 boxes, in standard deviations of
+    chi-square.
+    """
     boxes = (one.ravel() * 16).astype(int) * 16 + (other.ravel() * 16).astype(int)
     expected = boxes.size / 256
     chi_square = float(((np.bincount(boxes, minlength=256) - expected) ** 2 / expected).sum())

@@ -1,4 +1,5 @@
-"""Every wait, event and mark of used memory is needed: without any one of them, steps on a simulated device go wrong.
+"""Every wait, event and mark of used memory is needed: without any one of them, steps on a
+simulated device go wrong.
 
 The scenarios run on `simulated_device`, and are compared with the same steps of the CPU's loop.
 """
@@ -121,7 +122,9 @@ def streamed(device: Device) -> list[Snapshot]:
 
 
 def deep_ring(device: Device) -> list[Snapshot]:
-    """More slots than chunks, so that a step's chunks go through other slots than those of the step before."""
+    """More slots than chunks, so that a step's chunks go through other slots than those of the step
+    before.
+    """
     optimizer = make(device.params(), depth=16)
     for _ in range(4):
         device.step(optimizer)
@@ -140,7 +143,9 @@ def resident(device: Device) -> list[Snapshot]:
 
 
 def state_read_and_written(device: Device) -> list[Snapshot]:
-    """State read and written between steps, as `optimizer.state` and as a state dict; a ring given back."""
+    """State read and written between steps, as `optimizer.state` and as a state dict; a ring given
+    back.
+    """
     params = device.params()
     optimizer = make(params)
     device.step(optimizer)
@@ -209,7 +214,9 @@ def streams_in_turn(device: Device) -> list[Snapshot]:
 
 
 def window(device: Device) -> list[Snapshot]:
-    """Blocks of state on the GPU between activations, all that streams beside them, and a prefetch that is dropped."""
+    """Blocks of state on the GPU between activations, all that streams beside them, and a prefetch
+    that is dropped.
+    """
     params = device.params()
     optimizer = make(params, window_bytes=5000)
     device.step(optimizer)
@@ -238,7 +245,7 @@ def window(device: Device) -> list[Snapshot]:
             device.random(1)
         optimizer.prefetch()
         torch.cuda.synchronize()
-        assert optimizer.window_seconds(1.0) < 0.1  # what the stream did before is not the prefetch's
+        assert optimizer.window_seconds(1.0) < 0.1  # earlier work of the stream does not count
     return [seen]
 
 
@@ -267,7 +274,9 @@ def zero_copy(device: Device) -> list[Snapshot]:
 
 
 def skipped(device: Device) -> list[Snapshot]:
-    """Steps of which the device alone knows that they are skipped, more of them than the host may be ahead."""
+    """Steps of which the device alone knows that they are skipped, more of them than the host may
+    be ahead.
+    """
     optimizer = make(device.params(), formats={"master_weights": True})
     seen = []
     for number in range(8):
@@ -295,7 +304,9 @@ def skipped_on_two_streams(device: Device) -> list[Snapshot]:
 
 
 def growing(device: Device) -> list[Snapshot]:
-    """Parameters are added on another stream, for which the table of addresses grows as well as the state."""
+    """Parameters are added on another stream, for which the table of addresses grows as well as the
+    state.
+    """
     optimizer = make(device.params())
     with contextlib.ExitStack() as streams:
         for number in range(3):
@@ -321,7 +332,9 @@ def in_parts(device: Device) -> list[Snapshot]:
 
 
 def interrupted(device: Device) -> list[Snapshot]:
-    """A step that is interrupted between copies and kernels; then others take the ring, and state is loaded."""
+    """A step that is interrupted between copies and kernels; then others take the ring, and state
+    is loaded.
+    """
     seen = []
     for calls in (6, 7, 8):
         params = device.params()
@@ -343,7 +356,8 @@ def interrupted(device: Device) -> list[Snapshot]:
 
 
 def two_phases(device: Device) -> list[Snapshot]:
-    """A rule of two phases with an operation between them, beside another optimizer on another stream.
+    """A rule of two phases with an operation between them, beside another optimizer on another
+    stream.
 
     The work memory is used by both streams, grows for the second, and is given back.
     """
@@ -472,7 +486,9 @@ def test_parts_of_a_step_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPa
 
 
 def another_way_to_stream(device: Device) -> list[Snapshot]:
-    """As tuning changes it; the ring of the way before is given back, though another optimizer is on the device."""
+    """As tuning changes it; the ring of the way before is given back, though another optimizer is
+    on the device.
+    """
     optimizer, other = make(device.params()), make(device.params())
     device.step(other)
     seen = []
@@ -490,7 +506,7 @@ def test_a_way_to_stream_leaves_nothing_to_the_next() -> None:
     run(another_way_to_stream, SCHEDULES[0])
 
 
-# -- the same with one wait less ---------------------------------------------------------------------------------
+# -- the same with one wait less -------------------------------------------------------------------
 
 RECORDS = {"record", "record_event"}
 WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "record_stream"}
@@ -499,7 +515,9 @@ MODULES = sorted({owner.__module__ for owner in ORDERED_BY} | {cuda_driver.__nam
 
 
 LATEST = [schedule for schedule in SCHEDULES if not schedule.eagerness]
-"""Schedules of devices that do nothing before the host waits for it: these show what a missing wait does."""
+"""Schedules of devices that do nothing before the host waits for it: these show what a missing wait
+does.
+"""
 
 
 class CallSite(NamedTuple):

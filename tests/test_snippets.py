@@ -1,8 +1,8 @@
 """Snippets of the README and the guides run as they are pasted.
 
-Python blocks of a page run in order in one process, as a reader pastes them; the README's stand alone. Blocks that need
-a package that is missing are left out, and the test says so. `fused-offload plan` in a console block is run, and what
-the block shows of its output compared.
+Python blocks of a page run in order in one process, as a reader pastes them; the README's stand
+alone. Blocks that need a package that is missing are left out, and the test says so.
+`fused-offload plan` in a console block is run, and what the block shows of its output compared.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""One warning where a moment is rounded to the nearest and decays by less than half a step of its dtype."""
+"""One warning where a moment is rounded to the nearest and decays by less than half a step of its
+dtype.
+"""
 
 from __future__ import annotations
 

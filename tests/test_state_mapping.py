@@ -1,4 +1,6 @@
-"""``optimizer.state`` looks like torch's to whoever reads, writes or moves it; the values stay in their storage."""
+"""``optimizer.state`` looks like torch's to whoever reads, writes or moves it; the values stay in
+their storage.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,7 @@ def assert_same_training(
                 assert_same_bits(left.get_unscaled_state(one, key), right.get_unscaled_state(other, key))
 
 
-# -- a mapping like torch's ------------------------------------------------------------------------------------------
+# -- a mapping like torch's ------------------------------------------------------------------------
 
 
 def test_the_mapping_is_a_defaultdict(device: torch.device) -> None:
@@ -264,7 +266,7 @@ def test_values_are_shaped_like_their_parameter(device: torch.device) -> None:
     torch.testing.assert_close(optimizer.state[param]["exp_avg"], 0.1 * param.grad.cpu())
 
 
-# -- writing ---------------------------------------------------------------------------------------------------------
+# -- writing ---------------------------------------------------------------------------------------
 
 
 @each_format
@@ -390,7 +392,9 @@ def test_a_master_is_not_taken_for_a_remainder(device: torch.device) -> None:
 
 
 def test_raw_elements_need_scales(device: torch.device) -> None:
-    """Elements of a block-scaled format mean nothing without the scales that they were written with."""
+    """Elements of a block-scaled format mean nothing without the scales that they were written
+    with.
+    """
     params, optimizer = make(device, "fp16", steps=0)
     entry = optimizer.state[params[0]]
     entry["exp_avg"] = torch.zeros(5, dtype=torch.float16)
@@ -403,7 +407,9 @@ def test_raw_elements_need_scales(device: torch.device) -> None:
 
 
 def test_8_bit_elements_are_no_values(device: torch.device) -> None:
-    """Not taken for the numbers 0 to 255 where values are expected, nor where nobody can know their scales."""
+    """Not taken for the numbers 0 to 255 where values are expected, nor where nobody can know their
+    scales.
+    """
     params, optimizer = make(device, "uint8")
     raw = optimizer.state[params[0]]["exp_avg"].clone()
     assert raw.dtype == torch.uint8
@@ -448,7 +454,8 @@ def test_keys_stay_together(device: torch.device) -> None:
     assert set(entry) == {"exp_avg", "exp_avg_sq", "master_param"}
 
 
-@pytest.mark.parametrize("format", [format for format in FORMATS if format != "uint8"])  # whose elements are no numbers
+# Elements of uint8 are no numbers.
+@pytest.mark.parametrize("format", [format for format in FORMATS if format != "uint8"])
 def test_writes_into_views_are_honoured(device: torch.device, format: str) -> None:
     params, optimizer = make(device, format)
     twins, other = make(device, format)
@@ -503,7 +510,9 @@ def test_masters_written_into_views_are_used(device: torch.device) -> None:
 @each_format
 @pytest.mark.parametrize("where", ["device", "cpu"])
 def test_views_that_were_moved_come_home(device: torch.device, format: str, where: str) -> None:
-    """Code that frees GPU memory between phases moves state with ``tensor.data = ...``, or writes copies back."""
+    """Code that frees GPU memory between phases moves state with ``tensor.data = ...``, or writes
+    copies back.
+    """
     params, optimizer = make(device, format)
     twins, undisturbed = make(device, format)
     target = device if where == "device" else torch.device("cpu")
@@ -578,7 +587,7 @@ def test_readers_see_views_that_were_moved(device: torch.device, reader: str) ->
     assert found.tolist() == [7.0] * 5
 
 
-# -- moving ----------------------------------------------------------------------------------------------------------
+# -- moving ----------------------------------------------------------------------------------------
 
 
 def replace(optimizer: FusedOffloadAdam, old: Any, new: Any) -> None:
@@ -603,7 +612,8 @@ def test_an_entry_moves_with_all_that_belongs_to_it(device: torch.device, format
     twins, undisturbed = make(device, format)
     old, new = params[1], torch.nn.Parameter(params[1].detach().clone())
     if move == "plain dict" and format in SCALED:
-        with pytest.raises(ValueError, match="no scales yet"):  # they are not in the dict: better no value than another
+        # The scales are not in the dict: no value is better than a wrong one.
+        with pytest.raises(ValueError, match="no scales yet"):
             MOVES[move](optimizer.state, old, new)
         return
     MOVES[move](optimizer.state, old, new)
@@ -726,7 +736,7 @@ def test_the_mapping_can_be_assigned(device: torch.device) -> None:
     assert_same_training(optimizer, params, undisturbed, twins)
 
 
-# -- distributed parameters ------------------------------------------------------------------------------------------
+# -- distributed parameters ------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -787,7 +797,7 @@ def unchanged_local(optimizer: FusedOffloadAdam) -> Iterator[None]:
     assert all(map(torch.equal, local_bits(), before))
 
 
-# -- starting over ---------------------------------------------------------------------------------------------------
+# -- starting over ---------------------------------------------------------------------------------
 
 
 RESETS: dict[str, Callable[[FusedOffloadAdam], Any]] = {
@@ -925,7 +935,9 @@ def test_a_parameter_that_changes_its_shape_with_its_state(device: torch.device)
 
 @pytest.mark.parametrize("kind", ["transposed", "flat"])
 def test_state_of_a_shape_that_its_parameter_has_not(device: torch.device, kind: str) -> None:
-    """Noticed when it would be used; nothing has changed until then, and a value that fits takes its place."""
+    """Noticed when it would be used; nothing has changed until then, and a value that fits takes
+    its place.
+    """
     params, optimizer = make(device, "fp32")
     twins, undisturbed = make(device, "fp32")
     entry = optimizer.state[params[1]]
@@ -993,7 +1005,7 @@ def test_one_parameter_starts_over(device: torch.device) -> None:
         assert_same_bits(optimizer.state[param]["exp_avg"], undisturbed.state[twin]["exp_avg"])
 
 
-# -- what Megatron does ----------------------------------------------------------------------------------------------
+# -- what Megatron does ----------------------------------------------------------------------------
 
 
 def test_zeros_written_before_the_first_step(device: torch.device) -> None:
@@ -1108,7 +1120,8 @@ def test_set_scaled_state(device: torch.device, format: str) -> None:
     found = optimizer.get_unscaled_state(params[1], "exp_avg")
     if format == "fp16":
         torch.testing.assert_close(found, values, rtol=2.0**-11, atol=0)
-    elif format == "uint8":  # half of the largest step, from (126 / 127)**4 to 1 of a largest value of 1.5
+    # Half of the largest step, from (126 / 127)**4 to 1 of a largest value of 1.5.
+    elif format == "uint8":
         torch.testing.assert_close(found, values, rtol=0, atol=1.5 * 2 / 127)
     else:
         assert_same_bits(found, values)
@@ -1135,7 +1148,9 @@ def test_set_scaled_state_makes_a_master_authoritative(device: torch.device) -> 
 
 
 def test_a_template_that_was_filled_is_taken(device: torch.device) -> None:
-    """A checkpoint reader fills the tensors of get_unscaled_state, then hands the same tensors to set_scaled_state."""
+    """A checkpoint reader fills the tensors of get_unscaled_state, then hands the same tensors to
+    set_scaled_state.
+    """
     params, optimizer = make(device, "fp32")
     twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
     loaded = FusedOffloadAdam(twins, **HYPERPARAMETERS, **FORMATS["fp32"])
@@ -1149,7 +1164,7 @@ def test_a_template_that_was_filled_is_taken(device: torch.device) -> None:
     assert_same_training(optimizer, params, loaded, twins)
 
 
-# -- parameters that change behind the optimizer's back --------------------------------------------------------------
+# -- parameters that change behind the optimizer's back --------------------------------------------
 
 
 TOUCHES: dict[str, Callable[[FusedOffloadAdam, list[Any]], Any]] = {
@@ -1238,7 +1253,8 @@ def test_reloading_takes_changed_weights_over(device: torch.device, kind: str) -
         for key in MOMENTS:
             assert torch.equal(bits(optimizer.state[param][key]), found[key])
     assert optimizer.param_groups[0]["step"] == 3
-    assert_same_bits(optimizer.get_unscaled_state(params[0], "master_param"), masters[0])  # it was not changed
+    # The master was not changed.
+    assert_same_bits(optimizer.get_unscaled_state(params[0], "master_param"), masters[0])
     if RELOADS[kind][2]:  # kept: the master is within half a bfloat16 step of the new parameter
         for param, master in zip(params, masters, strict=True):
             remainder = optimizer.get_unscaled_state(param, "master_param")
@@ -1254,10 +1270,13 @@ def test_reloading_takes_changed_weights_over(device: torch.device, kind: str) -
 
 
 def test_reloading_finds_small_changes(device: torch.device) -> None:
-    """One step of bfloat16 up and down; not a change at all where a tie was rounded away from zero."""
+    """One step of bfloat16 up and down; not a change at all where a tie was rounded away from
+    zero.
+    """
     param = torch.nn.Parameter(torch.full((4,), 1.5, dtype=torch.bfloat16, device=device))
     optimizer = FusedOffloadAdam([param], master_weights=True)
-    masters = torch.tensor([1.5, 1.5 + 2.0**-9, 1.5 + 2.0**-8, 1.5 + 2.0**-8])  # the last two are ties
+    # The last two are ties.
+    masters = torch.tensor([1.5, 1.5 + 2.0**-9, 1.5 + 2.0**-8, 1.5 + 2.0**-8])
     optimizer.set_scaled_state(param, "master_param", masters)
     with torch.no_grad():
         param.copy_(torch.tensor([1.5 + 2.0**-7, 1.5 - 2.0**-7, 1.5, 1.5 + 2.0**-7]))
@@ -1267,7 +1286,9 @@ def test_reloading_finds_small_changes(device: torch.device) -> None:
 
 
 def test_reloading_finds_tiny_weights_behind_zero_masters(device: torch.device) -> None:
-    """A stored zero is exact to the smallest number of its block, not to the smallest of numbers near one."""
+    """A stored zero is exact to the smallest number of its block, not to the smallest of numbers
+    near one.
+    """
     values = torch.zeros(128)
     values[0] = 1.0
     param = torch.nn.Parameter(values.to(device, torch.bfloat16))
@@ -1295,7 +1316,9 @@ def test_reloading_keeps_unset_masters_unset(device: torch.device) -> None:
 
 @each_format
 def test_storage_that_was_moved_as_a_whole_comes_home(device: torch.device, format: str) -> None:
-    """Sending a view to another process moves its storage into shared memory; steps lose neither it nor its scales."""
+    """Sending a view to another process moves its storage into shared memory; steps lose neither it
+    nor its scales.
+    """
     params, optimizer = make(device, format)
     twins, reference = make(device, format)
     views = list(optimizer.state[params[1]].values())
@@ -1314,7 +1337,9 @@ def test_storage_that_was_moved_as_a_whole_comes_home(device: torch.device, form
 
 
 def test_views_that_require_no_gradient_are_not_frozen(device: torch.device) -> None:
-    """Shards of a flat buffer are plain views: they share an extent, and have state even while they lack a gradient."""
+    """Shards of a flat buffer are plain views: they share an extent, and have state even while they
+    lack a gradient.
+    """
     buffer = torch.ones(1024, device=device)
     shards = [buffer[:256].detach(), buffer[512:].detach()]
     optimizer = FusedOffloadAdam(shards)
@@ -1327,7 +1352,9 @@ def test_views_that_require_no_gradient_are_not_frozen(device: torch.device) -> 
 
 @pytest.mark.parametrize("zero", [0.0, -0.0])
 def test_zeros_that_are_loaded_over_remainders_stay_numbers(zero: float) -> None:
-    """The pair of a zero and a negative remainder belongs to no master, and would be joined to NaN."""
+    """The pair of a zero and a negative remainder belongs to no master, and would be joined to
+    NaN.
+    """
     param = torch.nn.Parameter(torch.linspace(-1, 1, 300).bfloat16())
     optimizer = FusedOffloadAdam([param], lr=1e-3, master_weights=True, store_param_remainders=True)
     for _ in range(3):

@@ -1,4 +1,6 @@
-"""Stepping during backward passes: the bits of the ordinary step, gradients freed, and what is refused."""
+"""Stepping during backward passes: the bits of the ordinary step, gradients freed, and what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,7 @@ def refused(words: str, function: Callable[..., Any], *arguments: Any) -> None:
         function(*arguments)
 
 
-# -- the same bits -----------------------------------------------------------------------------------------------
+# -- the same bits ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("part_bytes", [1, 7000, 10**9])
@@ -165,7 +167,8 @@ def test_gradients_are_freed_during_the_pass(device: str) -> None:
 
         for param in model.parameters():
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(look)  # runs before ours, which takes the gradient away
+                # Runs before our hook, which takes the gradient away.
+                param.register_post_accumulate_grad_hook(look)
         if steps_in_backward:
             optimizer.step_in_backward(model)
         train(model, optimizer, range(1))
@@ -295,7 +298,8 @@ def test_a_weight_that_the_pass_still_needs_is_noticed(device: str, monkeypatch:
     model, _optimizer, *_ = pair(device)
     x = torch.ones(2, WIDTH, device=device, requires_grad=True)
     weight = model.layers[4].weight
-    early = torch.nn.functional.linear(x, weight.detach())  # no gradient of the weight waits for this
+    # No gradient of the weight waits for this.
+    early = torch.nn.functional.linear(x, weight.detach())
     refused("modified by an inplace operation", model.layers[4](early).sum().backward)
 
 
@@ -336,7 +340,7 @@ def test_parameters_that_come_later(device: str) -> None:
     assert_same_snapshot(snapshot(optimizer), snapshot(expected))
 
 
-# -- what needs all gradients is refused -------------------------------------------------------------------------
+# -- what needs all gradients is refused -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("part_bytes", [1, 10**9])
@@ -452,7 +456,7 @@ def test_modules_of_a_model_may_be_passed_beside_it(device: str) -> None:
     assert len([param for param in model.parameters() if param._post_accumulate_grad_hooks]) == 20
 
 
-# -- lifecycles --------------------------------------------------------------------------------------------------
+# -- lifecycles ------------------------------------------------------------------------------------
 
 
 class FailsInBackward(torch.autograd.Function):
@@ -641,7 +645,7 @@ def test_parameters_left_without_gradient_by_model_zero_grad(device: str) -> Non
     assert torch.equal(lowest, before)
 
 
-# -- parts on a device ---------------------------------------------------------------------------------------------
+# -- parts on a device -----------------------------------------------------------------------------
 
 
 def test_parts_wait_for_what_was_written_before_the_first() -> None:
@@ -729,7 +733,9 @@ def test_peak_of_gpu_memory(width: int) -> None:
 @pytest.mark.usefixtures("large_parts")
 @pytest.mark.parametrize("side_stream", [False, True])
 def test_streams_the_bits_of_the_ordinary_step(side_stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With parts of one chunk, whose copies overlap, and gradients that other kernels overwrite once they are freed."""
+    """With parts of one chunk, whose copies overlap, and gradients that other kernels overwrite
+    once they are freed.
+    """
     monkeypatch.setattr(backward_step, "PART_BYTES", 4 * MIB)
     results = []
     for steps_in_backward in (False, True):

@@ -1,4 +1,6 @@
-"""The step's arithmetic, against float64 and torch, with the faults that users of similar optimizers reported."""
+"""The step's arithmetic, against float64 and torch, with the faults that users of similar
+optimizers reported.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ class Guarded:
             assert (guards == -7.0).all(), f"memory beside a parameter of {param.numel()} elements was written"
 
 
-# -- against textbook float64 and torch --------------------------------------------------------------------------
+# -- against textbook float64 and torch ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bias_correction", [True, False])
@@ -100,7 +102,8 @@ def test_fp32_trajectory_agrees_with_torch(device: str, adam_w_mode: bool) -> No
         optimizer.step()
         reference.step()
     for a, b in zip(ours, theirs, strict=True):
-        # Defaults of assert_close for float32: both round each of 50 steps, in another order of operations.
+        # Defaults of assert_close for float32: both round each of 50 steps, in another order of
+        # operations.
         torch.testing.assert_close(a, b)
         torch.testing.assert_close(optimizer.state[a]["exp_avg"].to(device), reference.state[b]["exp_avg"])
         torch.testing.assert_close(optimizer.state[a]["exp_avg_sq"].to(device), reference.state[b]["exp_avg_sq"])
@@ -108,7 +111,9 @@ def test_fp32_trajectory_agrees_with_torch(device: str, adam_w_mode: bool) -> No
 
 @pytest.mark.parametrize("adam_w_mode", [True, False])
 def test_chain_to_torch_in_float64(device: str, adam_w_mode: bool) -> None:
-    """50 steps beside torch in float64, from the same gradients; bounds the accumulated error, not one step's."""
+    """50 steps beside torch in float64, from the same gradients; bounds the accumulated error, not
+    one step's.
+    """
     param = param_of(randn(1000, 3, device))
     wide = param_of(param.detach().double().cpu())
     settings: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
@@ -120,7 +125,8 @@ def test_chain_to_torch_in_float64(device: str, adam_w_mode: bool) -> None:
         wide.grad = param.grad.double().cpu()
         optimizer.step()
         reference.step()
-    # Per step at most lr * 2e-5 from `1 - beta` in float32 (updates are at most about 3 here) and half an ulp.
+    # Per step at most lr * 2e-5 from `1 - beta` in float32 (updates are at most about 3 here) and
+    # half an ulp.
     tolerance = 50 * (3 * 1e-3 * 2e-5 + 2.0**-24 * wide.detach().abs())
     assert ((param.detach().cpu().double() - wide.detach()).abs() <= tolerance).all()
 
@@ -140,7 +146,7 @@ def test_only_lr_and_weight_decay_given(device: str) -> None:
     assert ((param.detach().cpu().double() - wide.detach()).abs() <= tolerance).all()
 
 
-# -- weight decay ------------------------------------------------------------------------------------------------
+# -- weight decay ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -182,11 +188,13 @@ def test_l2_and_decoupled_in_one_process(device: str, l2_first: bool) -> None:
     assert not torch.equal(built[True][1], built[False][1])
 
 
-# -- many chunks, odd sizes, neighbouring memory -----------------------------------------------------------------
+# -- many chunks, odd sizes, neighbouring memory ---------------------------------------------------
 
 
 def test_equal_params_in_many_chunks_stay_equal(device: str) -> None:
-    """All chunks of a step use the same bias correction, also after a change of betas and a jump of the step."""
+    """All chunks of a step use the same bias correction, also after a change of betas and a jump of
+    the step.
+    """
     params = [param_of(torch.full((3,), 1.5, device=device)) for _ in range(64)]
     optimizer = FusedOffloadAdam(params, lr=1e-3, weight_decay=0.01, offload=SMALL_CHUNKS)
     for step in range(300):
@@ -253,7 +261,7 @@ def test_a_large_odd_size(device: str) -> None:
     guarded.check()
 
 
-# -- learning rate -----------------------------------------------------------------------------------------------
+# -- learning rate ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["float", "CPU tensor", "tensor on the parameters' device"])
@@ -279,7 +287,7 @@ def test_lr_zero(device: str, kind: str) -> None:
     assert not torch.equal(param, before)
 
 
-# -- a model -----------------------------------------------------------------------------------------------------
+# -- a model ---------------------------------------------------------------------------------------
 
 
 class TinyLM(nn.Module):
@@ -300,7 +308,7 @@ def lm_losses(optimizer_class: Any, device: str, **options: Any) -> list[float]:
     model = TinyLM().to(device)
     optimizer = optimizer_class(model.parameters(), lr=3e-3, weight_decay=0.1, **options)
     generator = torch.Generator().manual_seed(1)
-    follower = torch.randint(32, (32, 32, 2), generator=generator)  # two tokens may follow each pair
+    follower = torch.randint(32, (32, 32, 2), generator=generator)  # two tokens may follow a pair
     losses = []
     for _ in range(300):
         pairs = torch.randint(32, (256, 2), generator=generator)
@@ -323,7 +331,7 @@ def test_language_model_follows_torch(device: str) -> None:
     assert ours[-1] < 0.6 * ours[0], "the task is learned, so the comparison means something"
 
 
-# -- 16-bit parameters and state ---------------------------------------------------------------------------------
+# -- 16-bit parameters and state -------------------------------------------------------------------
 
 
 def test_remainder_is_the_low_half_of_the_fp32_master(device: str) -> None:
@@ -348,7 +356,9 @@ def test_remainder_is_the_low_half_of_the_fp32_master(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_params_come_from_the_unrounded_master(device: str, dtype: torch.dtype) -> None:
-    """The first step starts from the same numbers whatever the stored formats, so it ends in the same parameter."""
+    """The first step starts from the same numbers whatever the stored formats, so it ends in the
+    same parameter.
+    """
     values, grad = randn(1000, 16, device, dtype), randn(1000, 17, device, dtype)
     found = []
     for master, moment in [(None, torch.float32), (torch.float32, torch.float32), (torch.float16, torch.bfloat16)]:
@@ -397,7 +407,9 @@ def test_decay_alone_moves_a_bf16_param(device: str) -> None:
 def test_fp16_second_moment_never_enlarges_the_update(
     device: str, neighbour: float, exp_avg_dtype: torch.dtype
 ) -> None:
-    """(1 - beta2) * g * g = 1e-11 is below fp16, and may not become zero under a first moment that is not."""
+    """(1 - beta2) * g * g = 1e-11 is below fp16, and may not become zero under a first moment that
+    is not.
+    """
     param = param_of(torch.zeros(128, device=device))
     optimizer = FusedOffloadAdam([param], lr=1e-3, exp_avg_sq_dtype=torch.float16, exp_avg_dtype=exp_avg_dtype)
     grad = torch.full((128,), 1e-4, device=device)
@@ -500,7 +512,7 @@ def test_clip_factor_is_applied_in_fp32(device: str) -> None:
     assert math.isclose(exp_avg.abs().max().item(), 0.1 * grad.abs().max().item() / scale, rel_tol=1e-6)
 
 
-# -- numerics="te" -----------------------------------------------------------------------------------------------
+# -- numerics="te" ---------------------------------------------------------------------------------
 
 
 def test_te_numerics_need_a_gpu() -> None:

@@ -54,7 +54,8 @@ def test_bytes_speeds_and_shares() -> None:
     report = report_of([marks()], 10.0)
     assert report.exposed_ms == 10
     assert (report.bytes_to_device, report.bytes_to_host) == (30_000_000, 30_000_000)
-    assert report.to_device_gbps == pytest.approx(30 / 5)  # copies wait for the later of the events before them
+    # Copies wait for the later of the events before them.
+    assert report.to_device_gbps == pytest.approx(30 / 5)
     assert report.to_host_gbps == pytest.approx(30 / 6)
     assert report.window_bytes == 11_000_000
     assert report.prefetched_share == pytest.approx(1 / 3)

@@ -1,4 +1,6 @@
-"""Detection of changed tensors: by torch's guards, and by questions to each tensor where torch has no guards."""
+"""Detection of changed tensors: by torch's guards, and by questions to each tensor where torch has
+no guards.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A true torch optimizer: schedulers, hooks, groups, frozen parameters, strides, compilation, tear-down."""
+"""A true torch optimizer: schedulers, hooks, groups, frozen parameters, strides, compilation,
+tear-down.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,7 @@ def assert_close(ours: list[Any], theirs: list[Any]) -> None:
         torch.testing.assert_close(a.detach(), b.detach())
 
 
-# -- construction ------------------------------------------------------------------------------------------------
+# -- construction ----------------------------------------------------------------------------------
 
 
 def test_is_an_optimizer(device: str) -> None:
@@ -150,7 +152,9 @@ def test_named_parameters(device: str) -> None:
 
 
 def test_without_other_optimizer_libraries() -> None:
-    """Imports and steps where apex, TransformerEngine, DeepSpeed and Megatron cannot be imported."""
+    """Imports and steps where apex, TransformerEngine, DeepSpeed and Megatron cannot be
+    imported.
+    """
     program = (
         "import sys\n"
         "for name in ('apex', 'transformer_engine', 'deepspeed', 'megatron', 'amp_C'):\n"
@@ -200,7 +204,7 @@ def test_failed_construction_shows_only_its_own_error(
     assert alive() is None
 
 
-# -- schedulers --------------------------------------------------------------------------------------------------
+# -- schedulers ------------------------------------------------------------------------------------
 
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda e: 0.9**e, lambda e: 1.0 / (1 + e)]),
@@ -275,7 +279,7 @@ def test_schedule_resumes(device: str) -> None:
     assert again.get_last_lr() == [1e-2 * 0.25]
 
 
-# -- lr as a tensor, many learning rates -------------------------------------------------------------------------
+# -- lr as a tensor, many learning rates -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["cpu", "params"])
@@ -317,7 +321,7 @@ def test_many_learning_rates(device: str) -> None:
     assert builds() == compiled
 
 
-# -- hooks, closures, compilation --------------------------------------------------------------------------------
+# -- hooks, closures, compilation ------------------------------------------------------------------
 
 
 def test_step_hooks(device: str) -> None:
@@ -449,7 +453,7 @@ def test_changes_are_seen_by_autograd(device: str) -> None:
         loss.backward()
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------
+# -- gradients -------------------------------------------------------------------------------------
 
 
 def test_zero_grad(device: str) -> None:
@@ -487,7 +491,9 @@ def test_set_grad_none_is_deprecated(device: str) -> None:
 
 
 def test_accumulated_gradients(device: str) -> None:
-    """Four micro-batches and one step equal one big batch, up to the order of the gradient's sum."""
+    """Four micro-batches and one step equal one big batch, up to the order of the gradient's
+    sum.
+    """
     torch.manual_seed(0)
     model = nn.Linear(6, 3).to(device)
     twin = copy.deepcopy(model)
@@ -504,7 +510,9 @@ def test_accumulated_gradients(device: str) -> None:
 
 
 def test_param_without_gradient_at_first(device: str) -> None:
-    """An idle expert: no gradient for three steps; the count is the group's, as in TransformerEngine."""
+    """An idle expert: no gradient for three steps; the count is the group's, as in
+    TransformerEngine.
+    """
     optimizer, (busy, idle) = make(device, ((4,), (300,)))
     before = idle.detach().clone()
     for step in range(3):
@@ -520,7 +528,9 @@ def test_param_without_gradient_at_first(device: str) -> None:
 
 
 def test_gradients_come_and_go(device: str) -> None:
-    """A parameter without gradient keeps every bit of parameter and state, whichever others have one."""
+    """A parameter without gradient keeps every bit of parameter and state, whichever others have
+    one.
+    """
     optimizer, params = make(device, ((5,), (300,), (1,), (129,)), offload=OffloadConfig(chunk_bytes=1))
     oracles = [Oracle(param, FP32) for param in params]
     for step in range(1, 17):
@@ -558,7 +568,7 @@ def test_empty_params_hide_no_others(device: str, position: int) -> None:
         torch.testing.assert_close(param.detach(), old - 0.1)
 
 
-# -- frozen parameters -------------------------------------------------------------------------------------------
+# -- frozen parameters -----------------------------------------------------------------------------
 
 
 def test_frozen_params(device: str) -> None:
@@ -589,7 +599,7 @@ def test_all_params_frozen(device: str) -> None:
     assert sum(optimizer.memory_report().host_bytes.values()) == 0
 
 
-# -- groups ------------------------------------------------------------------------------------------------------
+# -- groups ----------------------------------------------------------------------------------------
 
 
 def test_group_added_after_training_started(device: str) -> None:
@@ -708,7 +718,9 @@ def test_params_replaced_in_the_groups(device: str, how: str, when: str) -> None
 
 @pytest.mark.parametrize("formats", [FP32, FormatsCase(torch.float16, torch.float16, "fp16")], ids=["fp32", "fp16"])
 def test_state_moves_with_a_replaced_param(device: str, formats: FormatsCase) -> None:
-    """``state[new] = state.pop(old)``, as torch's own users do it: training goes on as if nothing happened."""
+    """``state[new] = state.pop(old)``, as torch's own users do it: training goes on as if nothing
+    happened.
+    """
     params = [param_of(randn(size, index, device)) for index, size in enumerate((300, 5))]
     optimizer = FusedOffloadAdam(params, lr=1e-2, **formats.arguments())
     oracles = [Oracle(param, formats) for param in params]
@@ -729,7 +741,9 @@ def test_state_moves_with_a_replaced_param(device: str, formats: FormatsCase) ->
 
 
 def test_copied_state_is_not_shared(device: str) -> None:
-    """``state[new] = state[old]`` without a pop: both parameters have state of their own from then on."""
+    """``state[new] = state[old]`` without a pop: both parameters have state of their own from then
+    on.
+    """
     optimizer, (param, other) = make(device, ((300,), (300,)))
     give_grads([param], 0)
     optimizer.step()
@@ -745,7 +759,9 @@ def test_copied_state_is_not_shared(device: str) -> None:
 
 
 def test_replaced_while_the_step_is_skipped(device: str) -> None:
-    """A step that is skipped or refused after the groups were edited must not make the next one forget the edit."""
+    """A step that is skipped or refused after the groups were edited must not make the next one
+    forget the edit.
+    """
     optimizer, params = make(device, ((300,), (300,)))
     oracles = [Oracle(param, FP32) for param in params]
     for step in range(1, 4):
@@ -771,7 +787,9 @@ def test_replaced_while_the_step_is_skipped(device: str) -> None:
 
 @pytest.mark.parametrize("empty", [[{"params": []}], [{"params": []}, {"params": [], "lr": 1.0}]])
 def test_empty_groups(device: str, empty: list[dict[str, Any]]) -> None:
-    """A pipeline stage without trainable parameters: everything is a no-op, and the count goes on."""
+    """A pipeline stage without trainable parameters: everything is a no-op, and the count goes
+    on.
+    """
     optimizer = FusedOffloadAdam(copy.deepcopy(empty))
     scheduler = lr_scheduler.LambdaLR(optimizer, lambda e: 0.5**e)
     for _ in range(3):
@@ -819,7 +837,7 @@ def test_empty_and_filled_groups_count_alike(device: str) -> None:
     assert [group["step"] for group in optimizer.state_dict()["param_groups"]] == [5, 5]
 
 
-# -- strides -----------------------------------------------------------------------------------------------------
+# -- strides ---------------------------------------------------------------------------------------
 
 
 def channels_last(tensor: torch.Tensor) -> torch.Tensor:
@@ -877,7 +895,9 @@ GAPS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 )
 @pytest.mark.parametrize("gaps", GAPS)
 def test_params_with_gaps_in_memory(device: str, gaps: str, formats: FormatsCase, dtype: torch.dtype) -> None:
-    """Stepped, saved, loaded and reloaded as without gaps, bit for bit; the memory between their elements stays."""
+    """Stepped, saved, loaded and reloaded as without gaps, bit for bit; the memory between their
+    elements stays.
+    """
     memory = randn(100, 0, device, dtype)
     with_gaps = GAPS[gaps](memory).requires_grad_()
     assert with_gaps._base is not None
@@ -941,7 +961,8 @@ def test_conv_model_in_channels_last(device: str) -> None:
             opt.zero_grad()
             net(inputs).square().mean().backward()
         for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
-            theirs.grad = ours.grad.clone()  # the models drift apart by rounding; here only the update counts
+            # The models drift apart by rounding; only the update is compared here.
+            theirs.grad = ours.grad.clone()
         optimizer.step()
         reference.step()
     assert_close([*model.parameters()], [*twin.parameters()])
@@ -958,7 +979,9 @@ def test_conv_model_in_channels_last(device: str) -> None:
     ids=["fp32", "remainder", "master"],
 )
 def test_param_changes_its_strides(device: str, dtype: torch.dtype, formats: FormatsCase, stepped: int) -> None:
-    """``model.to(memory_format=...)`` between steps, also between building the state and the first step."""
+    """``model.to(memory_format=...)`` between steps, also between building the state and the first
+    step.
+    """
     shape = (4, 3, 5, 7)
     values = randn(shape, 1, device, dtype)
     moving, staying = param_of(values), param_of(values)
@@ -979,7 +1002,9 @@ def test_param_changes_its_strides(device: str, dtype: torch.dtype, formats: For
 
 @pytest.mark.parametrize("away", [torch.empty(0), torch.ones(7)])
 def test_param_storage_taken_away_and_brought_back(device: str, away: torch.Tensor) -> None:
-    """``param.data = torch.empty(0)`` frees a model's weights for a while; the state stays whole."""
+    """``param.data = torch.empty(0)`` frees a model's weights for a while; the state stays
+    whole.
+    """
     optimizer, (param, other) = make(device, ((300,), (5,)), master_weights=True)
     oracle = Oracle(param, FormatsCase(master="fp32"))
     for step in range(1, 4):
@@ -1014,7 +1039,9 @@ def test_empty_param_gets_elements(device: str) -> None:
 
 
 def test_param_replaced_before_it_got_its_state(device: str) -> None:
-    """Storage is laid out for all parameters when the first one asks for it; another may change before its turn."""
+    """Storage is laid out for all parameters when the first one asks for it; another may change
+    before its turn.
+    """
     optimizer, (first, second) = make(device, ((128,), (128,)))
     optimizer.initialize_state(first)
     second.data = randn(1000, 3, device)
@@ -1026,7 +1053,7 @@ def test_param_replaced_before_it_got_its_state(device: str) -> None:
         oracle.check(optimizer, param, "replaced:")
 
 
-# -- copies, several optimizers, tear-down -----------------------------------------------------------------------
+# -- copies, several optimizers, tear-down ---------------------------------------------------------
 
 
 @pytest.mark.parametrize("copier", [copy.copy, copy.deepcopy, pickle.dumps, lambda o: torch.save(o, io.BytesIO())])
@@ -1089,7 +1116,7 @@ def test_train_delete_train_again(device: str, closed: bool) -> None:
         del optimizer, params
         gc.collect()
         assert memory() is None
-        ctypes.CDLL(None).malloc_trim(0)  # the C library keeps some freed memory, now more, now less
+        ctypes.CDLL(None).malloc_trim(0)  # gives back what the C library keeps
         on_gpu = torch.cuda.memory_allocated() if device == "cuda" else 0
         baseline.append((psutil.Process().memory_info().rss, on_gpu))
     # The first round brings in code and allocator caches; a leaked round would add 16 MB each.
@@ -1129,7 +1156,9 @@ def test_default_dtype_does_not_matter(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8])
 def test_default_device_does_not_matter(device: str, dtype: torch.dtype) -> None:
-    """Models are often built under ``torch.device("meta")``, optimizers sometimes along with them."""
+    """Models are often built under ``torch.device("meta")``, optimizers sometimes along with
+    them.
+    """
     formats = FormatsCase(dtype, dtype)
     optimizer, params = make(device, **formats.arguments())
     give_grads(params, 0)
@@ -1214,7 +1243,9 @@ def test_scalar_params(device: str) -> None:
 
 
 def test_a_steady_step_asks_where_each_tensor_is_once(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With thousands of tiny parameters the step is as slow as its questions; state that nobody read needs none."""
+    """With thousands of tiny parameters the step is as slow as its questions; state that nobody
+    read needs none.
+    """
     params = [nn.Parameter(torch.ones(5, device=device)) for _ in range(50)]
     optimizer = FusedOffloadAdam(params, master_weights=True)
     asked: list[int] = []

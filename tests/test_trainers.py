@@ -1,4 +1,6 @@
-"""In other people's training loops, each with what docs/trainers.md says: resume, accumulation, clipping, bfloat16."""
+"""In other people's training loops, each with what docs/trainers.md says: resume, accumulation,
+clipping, bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -70,14 +72,15 @@ def assert_same_training(one: Any, a: FusedOffloadAdam, other: Any, b: FusedOffl
 def assert_near(one: torch.nn.Module, other: torch.nn.Module) -> None:
     """Of torch's AdamW, with the same gradients at first and nearly the same later.
 
-    Biases are left out: gradients of key biases are nothing but rounding, which Adam makes as large as any.
+    Biases are left out: gradients of key biases are nothing but rounding, which Adam makes as large
+    as any.
     """
     for p, q in zip(one.parameters(), other.parameters(), strict=True):
         if p.dim() > 1:
             torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-4)
 
 
-# -- Hugging Face Trainer ------------------------------------------------------------------------------------------
+# -- Hugging Face Trainer --------------------------------------------------------------------------
 
 
 def hugging_face(model: Any, optimizer: Any, folder: Path, device: str, **settings: Any) -> Any:
@@ -173,7 +176,7 @@ def test_lora(device: str, tmp_path: Path) -> None:
         config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
         model = peft.get_peft_model(gpt2(), config).to(device)
         base = {name: p.detach().clone() for name, p in model.named_parameters() if not p.requires_grad}
-        optimizer = FusedOffloadAdam(model.parameters(), **HYPER)  # frozen parameters take no memory
+        optimizer = FusedOffloadAdam(model.parameters(), **HYPER)  # frozen ones take none
         trainer = hugging_face(model, optimizer, tmp_path, device)
         trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{HALF}") if resume else None)
         assert {name for name, p in model.named_parameters() if p in optimizer.state} == {
@@ -184,7 +187,7 @@ def test_lora(device: str, tmp_path: Path) -> None:
     assert_same_training(*results)
 
 
-# -- Accelerate ----------------------------------------------------------------------------------------------------
+# -- Accelerate ------------------------------------------------------------------------------------
 
 
 def accelerated(device: str, optimizer_class: type, folder: Path, *, resume: bool = False) -> tuple[Any, Any]:
@@ -236,7 +239,7 @@ def test_accelerate(device: str, tmp_path: Path) -> None:
     assert_near(model, reference)
 
 
-# -- Lightning -----------------------------------------------------------------------------------------------------
+# -- Lightning -------------------------------------------------------------------------------------
 
 
 def lightning_run(

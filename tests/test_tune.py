@@ -42,7 +42,7 @@ PROFILE = Profile(KEY, "2026-11-28T08:00+00:00", 47.0, (SMALL, LARGE), TIMINGS, 
 CUDA = torch.device("cuda", 0)
 
 
-# -- profiles --------------------------------------------------------------------------------------------------------
+# -- profiles --------------------------------------------------------------------------------------
 
 
 def test_a_profile_comes_back(tmp_path: Path) -> None:
@@ -367,7 +367,9 @@ def test_the_folder_may_be_in_the_users_home(monkeypatch: pytest.MonkeyPatch, tm
 
 
 def test_a_user_without_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in containers that run as any number: not a folder called ~ below wherever the program was started."""
+    """As in containers that run as any number: not a folder called ~ below wherever the program was
+    started.
+    """
     pytest.importorskip("platformdirs")
 
     def unknown(number: int) -> None:
@@ -419,7 +421,7 @@ def test_the_log_says_what_is_used(
     assert "invalid literal" in profiles.of_device(3).reason
 
 
-# -- what goes by them -----------------------------------------------------------------------------------------------
+# -- what goes by them -----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -433,9 +435,10 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (OffloadConfig(), 10**10, Streaming(32 * MIB, 4)),
         (OffloadConfig(), 1000, Streaming(programs=32)),
-        (OffloadConfig(), 800_000_000, Streaming(programs=32)),  # nearer to 0.24 than to 3 GB by ratio
+        (OffloadConfig(), 800_000_000, Streaming(programs=32)),  # nearer to 0.24 than to 3 GB
         (OffloadConfig(), 900_000_000, Streaming(32 * MIB, 4)),
-        # What is said wins, and nothing that is said is overruled by a transport that has no use for it.
+        # What is said wins, and nothing that is said is overruled by a transport that has no use
+        # for it.
         (OffloadConfig(chunk_bytes=5), 1000, Streaming(5, 3)),
         (OffloadConfig(depth=7), 1000, Streaming(8 * MIB, 7)),
         (OffloadConfig(chunk_bytes=5, depth=7), 10**10, Streaming(5, 7)),
@@ -551,7 +554,9 @@ def test_where_nothing_moves_the_link_is_the_profiles(
 
 @pytest.mark.usefixtures("tuned")
 def test_the_largest_model_goes_by_what_was_chosen_for_its_own_size(capsys: pytest.CaptureFixture[str]) -> None:
-    """Zero-copy, chosen for small state, takes no ring; 4 x 32 MiB of one are most of what there is here."""
+    """Zero-copy, chosen for small state, takes no ring; 4 x 32 MiB of one are most of what there is
+    here.
+    """
 
     def plan(params: int, gigabytes: float) -> dict[str, Any]:
         assert main(["plan", "--params", str(params), "--gpu-memory", str(gigabytes), "--json"]) == 0
@@ -577,7 +582,7 @@ def test_plan_says_why_a_profile_is_ignored(
     assert "an assumption" in out
 
 
-# -- the command -----------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.fixture

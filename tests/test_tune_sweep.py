@@ -52,7 +52,7 @@ def test_what_is_faster_on_a_fast_host_and_on_a_slow_one_wins() -> None:
     fast, slow = [0.76, 0.75, 0.77, 0.74] * 4, [1.00, 0.98, 1.01, 1.02] * 4
     better = Timed(Streaming(8 * MIB, 2), (*slow, 1.0, *fast))
     worse = Timed(DEFAULTS, (*(ms * 1.04 for ms in slow), *(ms * 1.04 for ms in fast), 0.79))
-    assert sorted(better.samples_ms)[16] > sorted(worse.samples_ms)[16]  # the medians say the opposite
+    assert sorted(better.samples_ms)[16] > sorted(worse.samples_ms)[16]  # medians say the opposite
     zero_copy = Timed(Streaming(programs=64), (2.0,))
     assert choose([better, worse, zero_copy], 10**7).chunk_bytes == 8 * MIB
 
@@ -91,9 +91,11 @@ def test_what_is_tried() -> None:
 def test_what_stays() -> None:
     tried = timed(c48x3=90.0, c32x3=65.0, c16x3=69.0, c16x2=67.0, c64x3=80.0, z64=70.0, z16=100.0)
     copies = [Streaming(32 * MIB, 3), Streaming(16 * MIB, 3), Streaming(16 * MIB, 2), Streaming(64 * MIB, 3)]
-    assert still_close(tried, 1, 10**9) == [DEFAULTS, *copies[:3], *copies[3:], Streaming(programs=64)]  # within 23 %
+    # Within 23 %.
+    assert still_close(tried, 1, 10**9) == [DEFAULTS, *copies[:3], *copies[3:], Streaming(programs=64)]
     assert still_close(tried, 4, 10**9) == [DEFAULTS, *copies[:3], Streaming(programs=64)]  # 8 %
-    assert still_close(tried, 24, 10**9) == [DEFAULTS, copies[0], copies[2], Streaming(programs=64)]  # 3.8 %
+    # Within 3.8 %.
+    assert still_close(tried, 24, 10**9) == [DEFAULTS, copies[0], copies[2], Streaming(programs=64)]
     # A step of 1 ms may be longer by what a host's speed makes of it.
     assert len(still_close(timed(c48x3=1.0, c8x2=1.6, z64=1.0, z32=1.6), 1, 10**9)) == 4
     assert len(still_close(timed(c48x3=1.0, c8x2=1.6, z64=1.0, z32=1.6), 8, 10**9)) == 2
@@ -108,7 +110,9 @@ def test_one_disturbed_step_does_not_end_it_for_a_way() -> None:
 
 
 class FakeSteps:
-    """Steps that take what a formula says, on a link whose speed drifts, by a clock of their own."""
+    """Steps that take what a formula says, on a link whose speed drifts, by a clock of their
+    own.
+    """
 
     param_numel = 1000
 
@@ -174,7 +178,8 @@ def test_the_sweep_finds_what_brute_force_finds(sweep: Callable[..., Swept]) -> 
     assert steps.true_ms(chosen(swept.choice)) <= 1.02 * steps.best_ms
     assert told[-1][1] == told[-1][2]
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
-    # What is clearly slower is soon left alone; what may be the fastest is always timed, and so are the defaults.
+    # What is clearly slower is soon left alone; what may be the fastest is always timed, and so are
+    # the defaults.
     rounds = {one.streaming: len(one.samples_ms) // 2 for one in swept.timed}
     assert rounds[Streaming(4 * MIB, 2)] == 1
     assert rounds[DEFAULTS] == rounds[chosen(swept.choice)] == 8
@@ -197,7 +202,9 @@ def test_no_round_is_left_unfinished(sweep: Callable[..., Swept], seconds: float
 
 @pytest.mark.parametrize("state_bytes", [15_000_000, 60_000_000])
 def test_a_host_whose_speed_has_two_levels(sweep: Callable[..., Swept], state_bytes: int) -> None:
-    """Phases of a second or so, in which all steps take 0.35 ms longer: the choice is good in both."""
+    """Phases of a second or so, in which all steps take 0.35 ms longer: the choice is good in
+    both.
+    """
 
     class TwoLevels(FakeSteps):
         phase = 0.0
@@ -231,7 +238,7 @@ def test_sizes_fit_the_link_and_the_memory() -> None:
     assert measure.sizes(0.5, 10**12, 80 * 10**9)[-1] == 8_000_000
     assert measure.sizes(50.0, 4 * 10**9, 80 * 10**9)[-1] * 12 <= 10**9
     assert measure.sizes(50.0, 10**12, 2 * 10**9)[-1] * 4 <= 0.5e9
-    with pytest.raises(RuntimeError, match="Too little memory"):  # ways of 64 MiB x 4 are tried, too
+    with pytest.raises(RuntimeError, match="Too little memory"):  # 64 MiB x 4 is tried, too
         measure.sizes(50.0, 10**12, 350 * 10**6)
     with pytest.raises(RuntimeError, match="Too little memory"):
         measure.sizes(50.0, 10**8, 80 * 10**9)
@@ -317,7 +324,9 @@ def test_compiling_and_page_locking_take_of_the_time(compile_s: float, monkeypat
 
 @pytest.mark.parametrize("what", ["_time_narrow", "_time_resident"])
 def test_what_is_timed_alone_is_a_mean_of_the_middle_half(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A host may have two levels; the median of twelve steps is one of them, and which is a matter of luck."""
+    """A host may have two levels; the median of twelve steps is one of them, and which is a matter
+    of luck.
+    """
     samples = [0.7] * 9 + [1.05] * 7 if what == "_time_narrow" else [9.0] + [0.7] * 7 + [1.05] * 5
 
     class Steps:
@@ -350,7 +359,9 @@ def test_what_is_timed_alone_is_a_mean_of_the_middle_half(what: str, monkeypatch
 
 
 def test_the_link_is_measured_down_up_and_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies within one slab and within the memory on the device, both ways apart; a made-up clock."""
+    """Copies within one slab and within the memory on the device, both ways apart; a made-up
+    clock.
+    """
     link = pytest.importorskip("fused_offload.tuning.link")
     h2d, d2h = (types.SimpleNamespace(cuda_stream=number, synchronize=lambda: None) for number in (1, 2))
     queues = types.SimpleNamespace(h2d=h2d, d2h=d2h)

@@ -1,4 +1,6 @@
-"""Rules of two phases: any chunks, on any device, give the bits of whole parameters, one after the other."""
+"""Rules of two phases: any chunks, on any device, give the bits of whole parameters, one after the
+other.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def params_of(optimizer: Toy) -> list[torch.nn.Parameter]:
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-# -- the CPU's loop ----------------------------------------------------------------------------------------------
+# -- the CPU's loop --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
@@ -78,7 +80,7 @@ def test_any_chunks_give_the_bits_of_whole_parameters(formats: str, chunk_bytes:
                 assert_same_bits(value.as_strided((value.numel(),), (1,)), stored.data, f"{key} of {index}")
 
 
-# -- the pipeline, on a simulated device ---------------------------------------------------------------------------
+# -- the pipeline, on a simulated device -----------------------------------------------------------
 
 
 def moved(device: Device, values: torch.Tensor) -> torch.Tensor:
@@ -87,7 +89,9 @@ def moved(device: Device, values: torch.Tensor) -> torch.Tensor:
 
 
 def steps(device: Device, formats: str, **options: Any) -> list[Snapshot]:
-    """Steps with gradients missing and a learning rate that changes, then some of which the device skips one."""
+    """Steps with gradients missing and a learning rate that changes, then some of which the device
+    skips one.
+    """
     dtype = FORMATS[formats][0]
     optimizer = make([moved(device, param) for param in tensors(0, dtype)], formats, **options)
     for number in range(6):
@@ -147,7 +151,9 @@ def interrupted(device: Device, calls: int) -> list[Snapshot]:
 
 @pytest.mark.parametrize("calls", [1, 2, 3, 5, 8, 12, 17, 23, 30])
 def test_an_interrupt_at_any_call_fails_the_step_until_a_load(calls: int) -> None:
-    """Between any two copies and kernels: the optimizer refuses to go on, others and a load are right."""
+    """Between any two copies and kernels: the optimizer refuses to go on, others and a load are
+    right.
+    """
     run(partial(interrupted, calls=calls), SCHEDULES[calls % len(SCHEDULES)])
 
 
@@ -239,7 +245,7 @@ def test_chunks_move_the_keys_of_their_phase_alone(formats: str, bytes_to_device
     run(scenario, SCHEDULES[0])
 
 
-# -- order and work memory -----------------------------------------------------------------------------------------
+# -- order and work memory -------------------------------------------------------------------------
 
 
 def chunks_of(*numels: int, capacity: int, kind: str) -> tuple[Chunk, ...]:
@@ -320,7 +326,7 @@ def test_chunks_are_spread_over_the_parts() -> None:
     assert log == [0, "part 0", "part 1", 1, "part 2", "part 3", 2, "part 4", "part 5", 3, 4]
 
 
-# -- what is refused -------------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def test_what_two_phases_cannot_do_is_refused_at_construction() -> None:

@@ -1,7 +1,8 @@
-"""A rule of two phases with an operation on whole parameters between them, and the same in plain torch.
+"""A rule of two phases with an operation on whole parameters between them, and the same in plain
+torch.
 
-The update is the momentum divided by its root mean square: the first phase moves the momentum, the operation needs all
-of it, and the second phase moves the masters.
+The update is the momentum divided by its root mean square: the first phase moves the momentum, the
+operation needs all of it, and the second phase moves the masters.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def first_phase(
     array: torch.Tensor,
     scalar: float,
 ) -> None:
-    """Momentum in, momentum out; the array is the momentum. A decay of 1 leaves the state as it is."""
+    """Momentum in, momentum out; the array is the momentum. A decay of 1 leaves the state as it
+    is.
+    """
     assert state.momentum is not None
     momentum = torch.zeros(param.numel())
     if not state.init_momentum:

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Makes .venv and installs this project into it, editable. Safe to run again.
 #
-# PYTHON      interpreter to build .venv from (default: python3). Its packages stay visible in .venv, so that a machine
-#             that already has torch, for example a CUDA build, keeps using it.
-# TORCH_SPEC  what to install where torch is missing (default: torch==2.13.0).
-# TORCH_INDEX  where to look for torch beside pip's own index, such as PyTorch's index of CPU builds.
-# MEGATRON_SPEC  the same for Megatron-Core, which only tests need (default: megatron-core==0.19.2).
+# PYTHON         interpreter to build .venv from (default: python3). Its packages stay visible in
+#                .venv, so that a machine that already has torch, for example a CUDA build, keeps
+#                using it.
+# TORCH_SPEC     what to install if torch is missing (default: torch==2.13.0).
+# TORCH_INDEX    index to look for torch in beside pip's own, such as PyTorch's index of CPU builds.
+# MEGATRON_SPEC  Megatron-Core to install, which only tests need (default: megatron-core==0.19.2).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -54,7 +55,8 @@ create_venv() {
     # Where ensurepip is missing (Debian splits it off), the base interpreter's pip serves.
     "$base_python" -m venv --clear --system-site-packages .venv 2>/dev/null ||
         "$base_python" -m venv --clear --system-site-packages --without-pip .venv
-    # Made from another virtual environment, .venv would see the packages of that one's base, not its own.
+    # Made from another virtual environment, .venv would see the packages of that one's base, not
+    # its own.
     "$base_python" - .venv <<'PY'
 import pathlib, sys, sysconfig
 if sys.prefix != sys.base_prefix:
@@ -63,12 +65,14 @@ if sys.prefix != sys.base_prefix:
     paths = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     (site / "parent_environment.pth").write_text("\n".join(paths) + "\n")
 PY
-    # Before Python 3.12 a new environment comes with an old setuptools, which hides the base interpreter's newer one.
+    # Before Python 3.12 a new environment comes with an old setuptools, which hides the base
+    # interpreter's newer one.
     pip uninstall --quiet --yes setuptools 2>/dev/null || true
 }
 
-# First without a network, which is quick and succeeds where every requirement is already there; then with; and last
-# the project alone, which is enough to train on an offline machine that has torch and Triton but no linters.
+# First without a network, which is quick and succeeds where every requirement is already there;
+# then with; and last the project alone, which is enough to train on an offline machine that has
+# torch and Triton but no linters.
 install_project() {
     pip install --quiet --no-index --no-build-isolation --editable '.[dev]' 2>/dev/null && return
     pip install --quiet --retries 1 --editable '.[dev]' && return
@@ -76,8 +80,8 @@ install_project() {
     pip install --quiet --no-index --no-build-isolation --no-deps --editable .
 }
 
-# Megatron-Core asks for Python 3.12 or newer, but its wheels run on 3.11, and of what it requires the tests need nothing
-# beyond our own requirements.
+# Megatron-Core asks for Python 3.12 or newer, but its wheels run on 3.11, and of what it requires
+# the tests need nothing beyond our own requirements.
 install_megatron() {
     "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("megatron.core") is None)' 2>/dev/null && return
     pip install --quiet --retries 1 --ignore-requires-python --no-deps --only-binary megatron-core "$megatron_spec" && return
@@ -101,7 +105,8 @@ else
     fi
     step 2 "$torch_spec, 0.2 GB to download as a CPU build, several GB for CUDA" install_torch
 fi
-# A CUDA build of torch brings the Triton that it was made with. A CPU build brings none, and works with any.
+# A CUDA build of torch brings the Triton that it was made with. A CPU build brings none, and works
+# with any.
 if has triton; then
     echo "set-up 3 of $STEPS: Triton is there"
 else

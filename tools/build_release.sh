@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Builds and checks the source distribution and the wheel of a release: tools/build_release.sh 0.2.0
 #
-# The version has to be that of fused_offload/__init__.py, CITATION.cff and the changelog. PROJECT_URL is the address of
-# the repository, to which the README's links lead on a package index. Needs build and twine.
+# The version has to be that of fused_offload/__init__.py, CITATION.cff and the changelog.
+# PROJECT_URL is the address of the repository, to which the README's links lead on a package index.
+# Needs build and twine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 version=$1

@@ -1,7 +1,8 @@
 """Hooks of MkDocs: pages and files of the site that lie outside of docs/.
 
-README.md, CHANGELOG.md, CONTRIBUTING.md and bench/README.md become pages. Other files that pages link to, such as
-examples and results, are copied to files/. Links are rewritten to fit; MkDocs checks them all, in strict mode.
+README.md, CHANGELOG.md, CONTRIBUTING.md and bench/README.md become pages. Other files that pages
+link to, such as examples and results, are copied to files/. Links are rewritten to fit; MkDocs
+checks them all, in strict mode.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Measures how the package is laid out: rooms, imports, the longest pieces, and the way of one step.
+"""Measures how the package is laid out: rooms, imports, longest pieces, the way of one step.
 
     python tools/house.py            # a table
     python tools/house.py --json     # the same for comparing two commits
 
-CONTRIBUTING.md names the targets. The numbers are for reviewers; only the direction of imports is a test.
+CONTRIBUTING.md names the targets. The numbers are for reviewers; only the direction of imports is a
+test.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ def longest(trees: dict[str, ast.Module]) -> dict[str, list[tuple[int, str]]]:
 
 
 def rule_names(trees: dict[str, ast.Module]) -> dict[str, int]:
-    """Lines of the engine's rooms with names of one update rule, comments and docstrings left out."""
+    """Code lines of the engine's rooms that name state keys or settings of one update rule."""
     found = {}
     for module, tree in trees.items():
         if module.startswith("kernels") or (room_of(module) not in ENGINE_ROOMS and is_folded(trees)):
@@ -198,7 +199,7 @@ class _NoKernel:
 
 @contextlib.contextmanager
 def pipeline() -> Iterator[str]:
-    """The device of parameters that are stepped by the GPU's pipeline: a GPU, or the CPU beside a simulated one."""
+    """The device of parameters for the GPU pipeline: a GPU, or the CPU with a simulated device."""
     import torch
 
     if torch.cuda.is_available():

@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""Mutation testing: puts single faults into a copy of the tree and runs the tests that reach the changed line.
+"""Mutation testing: puts single faults into a copy of the tree and runs the tests that reach them.
 
 ::
 
     tools/mutate.py map --jobs 2                   # once: the lines that each test file reaches
     tools/mutate.py run -n 200 --seed 1 --jobs 2   # draws faults; resumes where it stopped
 
-The checkout is never changed. A worker has a copy of its own and a server process that has imported torch and Triton,
-but not the package; each run of tests is a fork of it. Tests run fastest file first, up to the first failure.
+The checkout is never changed. A worker has a copy of its own and a server process that has imported
+torch and Triton, but not the package; each run of tests is a fork of it. Tests run fastest file
+first, up to the first failure.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 }
 
 
-# -- faults ------------------------------------------------------------------------------------------------------
+# -- faults ----------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Mutant:
 
 
 def _parts(node: ast.AST) -> Iterator[ast.AST]:
-    """Children that may be changed: no annotations, docstrings, decorators, messages or assertions."""
+    """Children that may be changed: no annotations, docstrings, decorators, messages or asserts."""
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "bases", "exc", "cause", "type_params"):
             continue
@@ -225,7 +226,7 @@ def draw(mutants: list[Mutant], count: int, seed: int) -> list[Mutant]:
     return [rng.choice(by_line[line]) for line in lines][:count]
 
 
-# -- copies of the tree ------------------------------------------------------------------------------------------
+# -- copies of the tree ----------------------------------------------------------------------------
 
 _TRACER = '''
 """Takes down the lines of the package that a process reaches, until it ends."""
@@ -290,7 +291,8 @@ class Copy:
             elif source.exists():
                 shutil.copy(source, self.tree / name)
         self.site = self.folder / "site"
-        self._sources = [self.tree / folder for folder in packages.values()]  # for processes that start in the tree
+        # For processes that start in the tree.
+        self._sources = [self.tree / folder for folder in packages.values()]
         for name in sorted({package.partition(".")[0] for package in packages}):
             (self.site / name).mkdir(parents=True)
             for entry in (self.tree / packages[name]).iterdir():
@@ -331,7 +333,7 @@ def packages_of(root: Path) -> dict[str, str]:
     return {name: folders.get(name, name.replace(".", "/")) for name in setup["packages"]}
 
 
-# -- runs of tests -----------------------------------------------------------------------------------------------
+# -- runs of tests ---------------------------------------------------------------------------------
 
 
 class Server:
@@ -465,7 +467,7 @@ def _wait(child: int, limit: float) -> str:
     return "passed" if code in (0, 5) else "failed"  # 5: no test was selected
 
 
-# -- commands ----------------------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)

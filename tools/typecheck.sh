@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs mypy over the package, what is installed beside it, and the examples. PYTHON is the interpreter to run it with.
+# Runs mypy over the package, what is installed beside it, and the examples. PYTHON is the
+# interpreter to run it with.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 
-# mypy does not follow the import hook of an editable install, and in the tree `kernels/` is not below
-# `fused_offload/`. So show it the installed layout, made of links.
+# mypy does not follow the import hook of an editable install, and in the tree `kernels/` is not
+# below `fused_offload/`. So show it the installed layout, made of links.
 layout=$(mktemp -d)
 trap 'rm -rf "$layout"' EXIT
 mkdir "$layout/fused_offload"

@@ -1,8 +1,9 @@
 """Trains a Megatron-Core GPT in bfloat16 whose optimizer state lives in host memory.
 
-The text is the Python standard library's own source code, which every machine has, byte by byte. Megatron's
-distributed optimizer shards the state over the processes; each keeps its shard in host memory and streams it through
-its GPU in every step. All that a Megatron program needs for it is `install`, and the flags in `optimizer_config`.
+The text is the Python standard library's own source code, which every machine has, byte by byte.
+Megatron's distributed optimizer shards the state over the processes; each keeps its shard in host
+memory and streams it through its GPU in every step. All that a Megatron program needs for it is
+`install`, and the flags in `optimizer_config`.
 
     torchrun --nproc-per-node 1 examples/megatron/train.py --save checkpoint
     torchrun --nproc-per-node 2 examples/megatron/train.py --load checkpoint --iterations 200
@@ -68,7 +69,8 @@ def build_model(args: argparse.Namespace) -> DistributedDataParallel:
 
 def optimizer_config(args: argparse.Namespace) -> OptimizerConfig:
     """AdamW with clipping and masters that belong to the optimizer."""
-    # Without the two flags more, the optimizer is in the place of TransformerEngine's FusedAdam, with the same bits.
+    # Without the two flags more, the optimizer is in the place of TransformerEngine's FusedAdam,
+    # with the same bits.
     hybrid = {} if args.te else {"optimizer_cpu_offload": True, "optimizer_offload_fraction": args.fraction}
     return OptimizerConfig(
         optimizer="adam",
@@ -95,7 +97,7 @@ def read_text() -> Tensor:
 
 
 def batch_of(text: Tensor, iteration: int, args: argparse.Namespace) -> Tensor:
-    """This rank's sequences, ``[batch, context + 1]``; they depend on the iteration alone, so that runs can resume."""
+    """This rank's sequences, ``[batch, context + 1]``, by iteration, so that runs can resume."""
     seed = iteration * torch.distributed.get_world_size() + torch.distributed.get_rank()
     starts = torch.randint(len(text) - args.context, (args.batch, 1), generator=torch.Generator().manual_seed(seed))
     return text[starts + torch.arange(args.context + 1)].long().cuda()

@@ -274,7 +274,7 @@ def _checked_values(
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"loaded state dict has a {type(value).__name__} as {key} in group {index}, not a tensor")
         if key not in formats:
-            if param.dtype != torch.float32:  # a float32 parameter is its own master: nothing is lost
+            if param.dtype != torch.float32:  # a float32 parameter is its own master
                 raise ValueError(
                     f"loaded state dict has master weights in group {index}, but this optimizer keeps none; build it "
                     "with master_weights=True"

@@ -156,5 +156,6 @@ def _waiting_ranks(needed: int) -> int:
     if ranks < 2 or not needed:
         return 1
     tightest = min(_limits(), default=None)
-    has_theirs = 0 if tightest is None else tightest.used // needed  # an upper bound: others use memory, too
+    # An upper bound, since other programs use memory, too.
+    has_theirs = 0 if tightest is None else tightest.used // needed
     return max(1, ranks - has_theirs)

@@ -118,7 +118,7 @@ def nodes_of(address: int, nbytes: int) -> dict[int, float]:
     refused = _call(
         numbers[1], ctypes.c_int(0), ctypes.c_ulong(count), addresses, ctypes.c_void_p(), status, ctypes.c_int(0)
     )
-    nodes = [] if refused else [node for node in status if node >= 0]  # an absent page has an error number
+    nodes = [] if refused else [node for node in status if node >= 0]  # < 0: an absent page
     return {node: nodes.count(node) / len(nodes) for node in sorted(set(nodes))}
 
 

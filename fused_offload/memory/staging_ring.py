@@ -52,9 +52,10 @@ class Slot:
 
 
 class StagingRing:
-    """Slots of raw GPU memory, and work memory of operations, sized to the largest need of any living user.
+    """Slots of raw GPU memory, and work memory of operations.
 
-    The ring grows before the first launch of a user with a larger need, never in a steady step.
+    The ring has the size of the largest need of any living user. It grows before the first launch
+    of a user with a larger need, never in a steady step.
 
     Attributes:
         device: device of the slots.

@@ -102,7 +102,7 @@ class BackwardSteps:
         self._clip_value = clip_value
         self._lock = threading.RLock()  # autograd runs one thread for each device
         self._placeholders: dict[int, SteppedGrad] = {}
-        self._arrived: dict[int, torch.Tensor] = {}  # this iteration's parameters with gradient, by id
+        self._arrived: dict[int, torch.Tensor] = {}  # parameters with a gradient in this iteration
         self._waiting: dict[Hashable, _Waiting] = {}  # by device and queue
         self._settings: list[dict[str, Any]] | None = None
         self._parts = 0

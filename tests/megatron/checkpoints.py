@@ -38,7 +38,9 @@ def save(job: Job, directory: Path, kind: str) -> None:
 
 
 def start_saving(job: Job, directory: Path, kind: str) -> Any:
-    """As ``--async-save`` does: what is returned writes the checkpoint whenever ``execute_sync`` of it is called."""
+    """As ``--async-save`` does: what is returned writes the checkpoint whenever ``execute_sync`` of
+    it is called.
+    """
     from megatron.core import dist_checkpointing
 
     if job.rank == 0:
@@ -73,7 +75,9 @@ def handed_to_writer() -> Iterator[list[torch.Tensor]]:
 
 
 def need_reading() -> None:
-    """Leaves a scenario that reads distributed checkpoints where this torch lacks what Megatron calls."""
+    """Leaves a scenario that reads distributed checkpoints where this torch lacks what Megatron
+    calls.
+    """
     megatron = importlib.import_module("megatron.core.dist_checkpointing.strategies.torch")
     calls_with_no_dist = "no_dist" in inspect.getsource(megatron)
     if calls_with_no_dist and "no_dist" not in inspect.signature(torch.distributed.checkpoint.load).parameters:

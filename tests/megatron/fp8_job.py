@@ -2,10 +2,11 @@
 
     python tests/megatron/fp8_job.py [--cases NAME ...] [--json FILE]
 
-For each case the model is trained twice from the same weights. The second run uses its quantised parameters in its own
-forward and backward passes, but is then given the gradients of the first, so that only the optimizers can make a
-difference. What is compared bit for bit: raw bytes and scales of quantised parameters, the other parameters, masters
-and moments. Exit status 1 if anything differs, or is not refused that should be.
+For each case the model is trained twice from the same weights. The second run uses its quantised
+parameters in its own forward and backward passes, but is then given the gradients of the first, so
+that only the optimizers can make a difference. What is compared bit for bit: raw bytes and scales
+of quantised parameters, the other parameters, masters and moments. Exit status 1 if anything
+differs, or is not refused that should be.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matrix product: for determinism
+# Needed for determinism, and set before the first matrix product.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 import torch

@@ -1,7 +1,8 @@
 """Small models under Megatron-FSDP, version 1, for its scenarios.
 
-On the CPU over gloo the device mesh says "cuda" as well. All that Megatron-FSDP owns counts as being there, and what is
-asked to go there from the optimizer's storage is copied, as it would be: what a checkpoint loads into a copy is lost.
+On the CPU over gloo the device mesh says "cuda" as well. All that Megatron-FSDP owns counts as
+being there, and what is asked to go there from the optimizer's storage is copied, as it would be:
+what a checkpoint loads into a copy is lost.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 class FsdpSpec(NamedTuple):
     """Model, training settings and inner optimizer of a job.
 
-    ``"ours"`` and ``"reference"`` are in the place of Megatron's HybridDeviceOptimizer, ``"ours as FusedAdam"`` in that
-    of TransformerEngine's optimizer. ``"stock"`` is that one itself where it is installed, else torch's AdamW.
+    ``"ours"`` and ``"reference"`` are in the place of Megatron's HybridDeviceOptimizer,
+    ``"ours as FusedAdam"`` in that of TransformerEngine's optimizer. ``"stock"`` is that one itself
+    where it is installed, else torch's AdamW.
     """
 
     optimizer: str = "ours"
@@ -48,7 +50,9 @@ class FsdpSpec(NamedTuple):
 
     @property
     def is_gpt(self) -> bool:
-        """A GPT with gated MLPs, one each or several experts; else only parameters that checkpoints split."""
+        """A GPT with gated MLPs, one each or several experts; else only parameters that checkpoints
+        split.
+        """
         return self.model in ("gpt", "experts")
 
 
@@ -68,7 +72,7 @@ class ShardReference(ReferenceAdam):
                     adam_step_(local.view(-1), grad._local_tensor.reshape(-1), self._state_of(local), scalars)
 
 
-# -- a GPU that is not there -------------------------------------------------------------------------------------
+# -- a GPU that is not there -----------------------------------------------------------------------
 
 _inners: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -131,7 +135,7 @@ def _is_state(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() in {view.untyped_storage().data_ptr() for view in views}
 
 
-# -- models ------------------------------------------------------------------------------------------------------
+# -- models ----------------------------------------------------------------------------------------
 
 
 class _FusedConfig(NamedTuple):
@@ -238,13 +242,16 @@ def optimizer_config(spec: FsdpSpec) -> Any:
         use_precision_aware_optimizer=spec.precision_aware,
         **(dtypes if spec.precision_aware else {}),
     )
-    if spec.optimizer == "ours as FusedAdam":  # asked for from the start, Megatron looks for TransformerEngine itself
+    # If it were asked for from the start, Megatron would look for TransformerEngine itself.
+    if spec.optimizer == "ours as FusedAdam":
         config.optimizer_cpu_offload = False
     return config
 
 
 class FsdpJob:
-    """A model, its optimizer, and the training loop's order of calls. To be used within `fake_gpu`."""
+    """A model, its optimizer, and the training loop's order of calls. To be used within
+    `fake_gpu`.
+    """
 
     def __init__(self, spec: FsdpSpec) -> None:
         self.spec = spec
@@ -287,7 +294,7 @@ class FsdpJob:
                 places.enter_context(replaced(*((m, "HybridDeviceOptimizer", ShardReference) for m in modules)))
             return get_megatron_optimizer(optimizer_config(spec), [self.model])
 
-    # -- training ------------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     def step(self) -> Step:
         self.model.zero_grad_buffer()
@@ -317,17 +324,20 @@ class FsdpJob:
     def train(self, iterations: int) -> list[Step]:
         return [self.step() for _ in range(iterations)]
 
-    # -- reading -------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     def params(self) -> dict[str, Any]:
         """Parameters of the optimizer by name: DTensors over this rank's shards."""
         return dict(self.model.param_and_grad_buffer.optimizer_named_parameters)
 
     def snapshot(self) -> dict[str, Any]:
-        """All that must be equal where two runs are called equal: shards of masters and moments that have elements."""
+        """All that must be equal where two runs are called equal: shards of masters and moments
+        that have elements.
+        """
         shards = {}
         for name, param in self.params().items():
-            part = getattr(param, "megatron_fsdp_slice", slice(0, param.numel()))  # none where each rank has all
+            # The attribute is missing where each rank has the whole parameter.
+            part = getattr(param, "megatron_fsdp_slice", slice(0, param.numel()))
             if param._local_tensor.numel():
                 shards[name] = ShardState(part.start, part.stop, self._values(param))
         return {"state": shards, "steps": [group.get("step") for group in self.inner.param_groups]}
@@ -343,7 +353,7 @@ class FsdpJob:
         return {key: value.float().cpu().flatten().clone() for key, value in {"master": local, **moments}.items()}
 
 
-# -- checkpoints, in the way of Megatron's training loop ---------------------------------------------------------
+# -- checkpoints, in the way of Megatron's training loop -------------------------------------------
 
 
 def state_dict(job: FsdpJob, *, is_loading: bool = False) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Megatron-FSDP on GPUs over NCCL: ``torchrun --nproc-per-node 2 fsdp_on_gpus.py EMPTY_FOLDER``.
 
-Twenty steps of a GPT with gated MLPs, deterministic; every run starts from the same weights and sees the same tokens.
+Twenty steps of a GPT with gated MLPs, deterministic; every run starts from the same weights and
+sees the same tokens.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matrix product: for determinism
+# Needed for determinism, and set before the first matrix product.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 from comparison import assert_same
@@ -76,7 +78,8 @@ def saves_twice_and_resumes(folder: Path) -> None:
                 save(job, folder / f"{place} {moments} {iteration}")
             log += job.train(STEPS - job.iteration)
             assert_same({"log": log, **job.snapshot()}, expected, f"{place}, {moments}, saving")
-            # With half of it on the host, the same parameter's state may be on one rank's GPU and another's host.
+            # With half of it on the host, the same parameter's state may be on one rank's GPU and
+            # another's host.
             for iteration, fraction in zip(SAVES, (1.0, 0.5), strict=True):
                 other = FsdpJob(spec._replace(seed=2, fraction=fraction))
                 load(other, folder / f"{place} {moments} {iteration}", iteration)

@@ -34,7 +34,9 @@ class FusedAdamLike(ReferenceAdam):
         self.state[param][name].copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As FusedAdam's: never through torch's, which would cast values to the parameters' dtype."""
+        """As FusedAdam's: never through torch's, which would cast values to the parameters'
+        dtype.
+        """
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for index, param in enumerate(param for group in self.param_groups for param in group["params"]):
             for key in KEYS:

@@ -1,4 +1,6 @@
-"""Megatron's own HybridDeviceOptimizer, all of it offloaded, where no parameter says that it is on a GPU."""
+"""Megatron's own HybridDeviceOptimizer, all of it offloaded, where no parameter says that it is on
+a GPU.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A tiny GPT under Megatron's DistributedDataParallel and distributed optimizer, for the scenarios.
 
-Importing this module imports neither Megatron nor the stand-in for CUDA, so that tests can share its records.
+Importing this module imports neither Megatron nor the stand-in for CUDA, so that tests can share
+its records.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from fused_offload import OffloadConfig
 from fused_offload.kernels.formats import join_remainder
 from fused_offload.megatron.adam import MegatronAdam
 
-VOCABULARY, SEQUENCE, HIDDEN, LAYERS = 96, 16, 36, 2  # few sizes are multiples of the 128 elements of padding
+# Few sizes are multiples of the 128 elements of padding.
+VOCABULARY, SEQUENCE, HIDDEN, LAYERS = 96, 16, 36, 2
 SEVERAL_BUCKETS = 7000
 """Bucket size that cuts the model into several buckets with padding at their ends."""
 
@@ -39,9 +41,10 @@ class Layout(NamedTuple):
 class JobSpec(NamedTuple):
     """Model, training settings and inner optimizer of a job.
 
-    ``"ours"``, ``"reference"`` and ``"hybrid"``, Megatron's own, are in the place of its HybridDeviceOptimizer,
-    ``"ours as FusedAdam"`` and ``"FusedAdam"`` in that of TransformerEngine's optimizer, which is there only within
-    `te_branches`. ``"stock"`` is AdamW with masters of Megatron's.
+    ``"ours"``, ``"reference"`` and ``"hybrid"``, Megatron's own, are in the place of its
+    HybridDeviceOptimizer, ``"ours as FusedAdam"`` and ``"FusedAdam"`` in that of
+    TransformerEngine's optimizer, which is there only within `te_branches`. ``"stock"`` is AdamW
+    with masters of Megatron's.
     """
 
     optimizer: str = "ours"
@@ -67,7 +70,9 @@ class Step(NamedTuple):
 
 
 class ShardState(NamedTuple):
-    """One parameter's state on one rank, as the true fp32 values; moments and master are None before they exist."""
+    """One parameter's state on one rank, as the true fp32 values; moments and master are None
+    before they exist.
+    """
 
     start: int
     stop: int
@@ -96,7 +101,9 @@ def replaced(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 def te_branches() -> contextlib.AbstractContextManager[None]:
-    """Megatron's branches for machines with TransformerEngine. Nothing calls into it: its FusedAdam is not its own."""
+    """Megatron's branches for machines with TransformerEngine. Nothing calls into it: its FusedAdam
+    is not its own.
+    """
     from fused_adam import FusedAdamLike
     from megatron.core import optimizer as package
     from megatron.core.optimizer import distrib_optimizer
@@ -159,7 +166,8 @@ def optimizer_config(spec: JobSpec) -> Any:
         need_field(OptimizerConfig, name)
     config = OptimizerConfig(**{**fields, **dict(spec.config)})
     if spec.optimizer in ("ours as FusedAdam", "FusedAdam"):
-        # Asked for without offload from the start, Megatron would look for TransformerEngine itself.
+        # Asked for without offload from the start, Megatron would look for TransformerEngine
+        # itself.
         config.optimizer_cpu_offload = False
         config.store_param_remainders = spec.stored_formats.remainders
     return config
@@ -202,7 +210,8 @@ def build_model(spec: JobSpec) -> Any:
     for name, param in model.named_parameters():
         param.requires_grad_(not layout.trainable or any(part in name for part in layout.trainable))
         if ".experts." in name:
-            param.allreduce = False  # as with expert parallelism: buffers and an optimizer of their own
+            # As with expert parallelism, it gets buffers and an optimizer of its own.
+            param.allreduce = False
     return DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
@@ -271,7 +280,7 @@ class Job:
             wd_incr_style="constant",
         )
 
-    # -- training ------------------------------------------------------------------------------------------------
+    # -- training ----------------------------------------------------------------------------------
 
     def forward_backward(self) -> float:
         """Gradients of the next iteration's batch, reduced over ranks."""
@@ -303,7 +312,7 @@ class Job:
     def train(self, iterations: int) -> list[Step]:
         return [self.step() for _ in range(iterations)]
 
-    # -- reading -------------------------------------------------------------------------------------------------
+    # -- reading -----------------------------------------------------------------------------------
 
     @property
     def children(self) -> list[Any]:
@@ -339,7 +348,9 @@ class Job:
         }
 
     def buckets(self) -> list[tuple[int, int]]:
-        """Elements of each bucket of the dense parameters, with and without the padding at its end."""
+        """Elements of each bucket of the dense parameters, with and without the padding at its
+        end.
+        """
         return [(bucket.grad_data.numel(), bucket.numel_unpadded) for b in self.model.buffers for bucket in b.buckets]
 
     def steps(self) -> list[Any]:
@@ -359,7 +370,7 @@ def _values_of(inner: Any, param: torch.Tensor) -> dict[str, torch.Tensor] | Non
     if isinstance(inner, MegatronAdam):
         values = {key: inner.get_unscaled_state(param, key) if key in state else param for key in keys}
     else:
-        values = {key: state.get(key, param) for key in keys}  # the parameter is a master of Megatron's
+        values = {key: state.get(key, param) for key in keys}  # else a master of Megatron's
     if values["master_param"].dtype == torch.int16:
         values["master_param"] = join_remainder(param.detach(), values["master_param"])
     return {key: value.detach().float().clone() for key, value in values.items()}

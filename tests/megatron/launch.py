@@ -1,7 +1,8 @@
 """Runs all scenarios in two processes and collects their outcomes.
 
-``python launch.py DIRECTORY [REGULAR EXPRESSION]`` runs those with such names and shows what they take and raise.
-Where the variable `OUTCOMES` names that directory, tests look at what is in it and run nothing.
+``python launch.py DIRECTORY [REGULAR EXPRESSION]`` runs those with such names and shows what they
+take and raise. Where the variable `OUTCOMES` names that directory, tests look at what is in it and
+run nothing.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def collect(directory: Path) -> Results:
 
 
 def _value_of(path: Path) -> Callable[[], Any]:
-    """Reads a value when it is asked for the first time: each of pytest's workers needs only some of them."""
+    """Reads a value when it is asked for the first time: each of pytest's workers needs only some
+    of them.
+    """
     return functools.cache(lambda: torch.load(path.with_suffix(".value"), weights_only=False))
 
 

@@ -1,4 +1,6 @@
-"""A small script in the place of Megatron-LM's pretrain_gpt.py, on Megatron's own arguments and training loop."""
+"""A small script in the place of Megatron-LM's pretrain_gpt.py, on Megatron's own arguments and
+training loop.
+"""
 
 from __future__ import annotations
 

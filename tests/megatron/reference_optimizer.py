@@ -1,4 +1,6 @@
-"""The specification of a step as a plain inner optimizer: whole parameters, resident state, no chunks."""
+"""The specification of a step as a plain inner optimizer: whole parameters, resident state, no
+chunks.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class ReferenceAdam(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps})
 
     def _state_of(self, param: torch.Tensor) -> AdamState:
-        """State as it is stored; ``state`` holds the elements, of 8-bit formats values, which encode to the same."""
+        """State as it is stored; ``state`` holds the elements, of 8-bit formats values, which
+        encode to the same.
+        """
         stored_formats = (*_MOMENT_FORMATS[self.stored_formats.moments], self.stored_formats.master(param.dtype))
         is_new = not self.state[param]
         if is_new:

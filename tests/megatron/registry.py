@@ -1,7 +1,7 @@
 """Scenarios: functions that run in the processes of a job and return results for tests.
 
-Starting a process with Megatron in it takes many times longer than training the tiny model, so all scenarios share two
-processes. They go through the phases below together.
+Starting a process with Megatron in it takes many times longer than training the tiny model, so all
+scenarios share two processes. They go through the phases below together.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ BOTH_WORLDS = (Phase.TWO_RANKS, Phase.ONE_RANK)
 
 
 class NotInReleaseError(Exception):
-    """A scenario raises this where the installed Megatron-Core lacks what it needs; tests of it are skipped."""
+    """A scenario raises this where the installed Megatron-Core lacks what it needs; tests of it are
+    skipped.
+    """
 
 
 class Context(NamedTuple):
     """Arguments of a scenario.
 
-    ``directory`` is the same for all processes and phases, so that one phase can read what another saved.
+    ``directory`` is the same for all processes and phases, so that one phase can read what another
+    saved.
     """
 
     directory: Path
@@ -72,8 +75,8 @@ def scenarios_of(phase: Phase, process: int, selected: str = "") -> list[tuple[i
 class Outcome(NamedTuple):
     """Result or error of a scenario in one process.
 
-    ``error`` is the traceback of what it raised; if there is none, ``value`` reads what it returned. ``lacks`` says
-    what the release does not have.
+    ``error`` is the traceback of what it raised; if there is none, ``value`` reads what it
+    returned. ``lacks`` says what the release does not have.
     """
 
     name: str

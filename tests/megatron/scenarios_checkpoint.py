@@ -66,7 +66,8 @@ RESUMES = [
     Resume(GATHERED, "several buckets", "remainders"),
     *(Resume(kind, "several buckets", "fp32", megatrons_masters=True) for kind in FORMATS),
     *(Resume(kind, "several buckets", EIGHT_BITS) for kind in FORMATS),
-    # Where TransformerEngine is installed, Megatron looks for step counts elsewhere; and there are two places to be in.
+    # Where TransformerEngine is installed, Megatron looks for step counts elsewhere; and there are
+    # two places to be in.
     *(Resume(kind, "dense and experts", "fp32", with_te=True) for kind in FORMATS),
     *(Resume(kind, "all overlapped", "remainders", BEFORE, "ours as FusedAdam", True) for kind in FORMATS),
     Resume("dp_reshardable", "all overlapped", "remainders", 0, "ours", True),
@@ -108,7 +109,7 @@ for _case in RESUMES:
     scenario(_case.name, lambda context, case=_case: _resume(context, case), _case.phases)
 
 
-# -- training while a checkpoint is written ----------------------------------------------------------------------
+# -- training while a checkpoint is written --------------------------------------------------------
 
 WRITTEN_LATER = [
     *(
@@ -150,7 +151,7 @@ for _kind, _formats, _elsewhere in WRITTEN_LATER:
     )
 
 
-# -- what a writer copies ----------------------------------------------------------------------------------------
+# -- what a writer copies --------------------------------------------------------------------------
 
 
 def copies_name(stored_formats: str) -> str:
@@ -158,7 +159,9 @@ def copies_name(stored_formats: str) -> str:
 
 
 def _copies(context: Context, stored_formats: str) -> dict[str, int]:
-    """Bytes of state that lie in host memory as the checkpoint has them, and how many are written from there."""
+    """Bytes of state that lie in host memory as the checkpoint has them, and how many are written
+    from there.
+    """
     job = Job(JobSpec(stored_formats=STORED_FORMATS[stored_formats], layout=_PADDED))
     job.train(1)
     directory = place(context, copies_name(stored_formats))
@@ -184,7 +187,7 @@ for _formats in STORED_FORMATS:
     )
 
 
-# -- other numbers of ranks --------------------------------------------------------------------------------------
+# -- other numbers of ranks ------------------------------------------------------------------------
 
 RESHARDED_FORMATS = ("fp32", "remainders")
 RESHARDED = [(kind, stored_formats) for kind in FORMATS for stored_formats in RESHARDED_FORMATS]

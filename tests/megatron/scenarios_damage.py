@@ -97,7 +97,8 @@ def _damage(context: Context, wrapping: Wrapping, kind: str) -> dict[str, Any]:
                     if not all(weights.isfinite().all() for weights in job.weights().values()):
                         wrong.append(f"{what}: not finite")
                 except Exception as error:
-                    if "set group['lr'] before" not in str(error):  # None is what a group without schedule yet has
+                    # None is the value of a group without a schedule yet.
+                    if "set group['lr'] before" not in str(error):
                         wrong.append(f"{what}: loaded, then {error!r}")
             _take(job, before["weights"])
             job.optimizer.load_state_dict(copied(good))
@@ -120,7 +121,7 @@ for _wrapping, _kind in DAMAGED:
     )
 
 
-# -- an exception between two parameters -------------------------------------------------------------------------
+# -- an exception between two parameters -----------------------------------------------------------
 
 INTERRUPTED = [wrapping for wrapping in WRAPPINGS if wrapping.dtype == "bf16"]
 
@@ -138,7 +139,9 @@ def _message(function: Any, *args: Any) -> str:
 
 
 def _interrupted(context: Context, wrapping: Wrapping) -> dict[str, Any]:
-    """A load that dies after some writes, what is refused then, and a load of the same checkpoint."""
+    """A load that dies after some writes, what is refused then, and a load of the same
+    checkpoint.
+    """
     results = {}
     with branches(wrapping):
         for kind in wrapping.formats:
@@ -185,7 +188,7 @@ for _wrapping in INTERRUPTED:
     )
 
 
-# -- settings and files of another training ----------------------------------------------------------------------
+# -- settings and files of another training --------------------------------------------------------
 
 
 def _refusals(context: Context) -> dict[str, list[str]]:
@@ -214,7 +217,9 @@ def _refusals(context: Context) -> dict[str, list[str]]:
 
 
 def _short(context: Context) -> dict[str, list[str]]:
-    """Messages where the last parameter's second moment lacks an element, and that nothing before it was written."""
+    """Messages where the last parameter's second moment lacks an element, and that nothing before
+    it was written.
+    """
     results = {}
     for wrapping, kind in DAMAGED:
         if wrapping.dtype != "bf16" or wrapping.place != "ours" or not wrapping.distributed:

@@ -1,4 +1,6 @@
-"""Checkpoints of other optimizers loaded by ours, ours by them, and ours stored in other formats."""
+"""Checkpoints of other optimizers loaded by ours, ours by them, and ours stored in other
+formats.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ FROM_REMAINDERS = [
 
 def _transfer(context: Context, case: Transfer) -> dict[str, Any]:
     with te_branches() if case.with_te else contextlib.nullcontext():
-        # With several padded buckets, Megatron itself loses state of others in the fully_reshardable format.
+        # With several padded buckets, Megatron itself loses state of others in the
+        # fully_reshardable format.
         layout = Layout() if case.kind == "fully_reshardable" and case.writer != "ours" else _LAYOUT
         writer = Job(JobSpec(case.writer, STORED_FORMATS[case.writer_formats], layout))
         writer.train(BEFORE)
@@ -96,7 +99,7 @@ for _case in (*TRANSFERS, *FROM_REMAINDERS):
     scenario(_case.name, lambda context, case=_case: _transfer(context, case), _TWO)
 
 
-# -- what the files hold -----------------------------------------------------------------------------------------
+# -- what the files hold ---------------------------------------------------------------------------
 
 WRITTEN_FORMATS = tuple(STORED_FORMATS)
 
@@ -106,7 +109,9 @@ def written_name(kind: str, stored_formats: str) -> str:
 
 
 def _written(context: Context, kind: str, stored_formats: str) -> dict[str, Any]:
-    """The state of whole parameters as it is, and as a file has it that nobody but torch has read."""
+    """The state of whole parameters as it is, and as a file has it that nobody but torch has
+    read.
+    """
     job = Job(JobSpec(stored_formats=STORED_FORMATS[stored_formats], layout=_LAYOUT))
     job.train(BEFORE)
     directory = place(context, written_name(kind, stored_formats))
@@ -121,7 +126,9 @@ def _written(context: Context, kind: str, stored_formats: str) -> dict[str, Any]
 
 
 def _legacy_contents(job: Job, file: Any) -> dict[str, dict[str, torch.Tensor]]:
-    """Parameters cut out of the buffers that were gathered without the padding at the ends of buckets."""
+    """Parameters cut out of the buffers that were gathered without the padding at the ends of
+    buckets.
+    """
     names = {id(param): name for name, param in job.model.module.named_parameters()}
     (buffer,) = job.model.buffers
     (tensors,) = file[0].values()
@@ -139,7 +146,9 @@ def _legacy_contents(job: Job, file: Any) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _reshardable_contents(job: Job, tensors: dict[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Parameters under the names that the model gives them in checkpoints; those of all layers are one tensor."""
+    """Parameters under the names that the model gives them in checkpoints; those of all layers are
+    one tensor.
+    """
     from megatron.core.dist_checkpointing import ShardedTensor
 
     names = {id(param): name for name, param in job.model.module.named_parameters()}

@@ -1,4 +1,6 @@
-"""Parameters of a class that stands for other tensors, as TransformerEngine's in FP8, with Megatron's own masters."""
+"""Parameters of a class that stands for other tensors, as TransformerEngine's in FP8, with
+Megatron's own masters.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def _move(param: Any, memory: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def quantised_models() -> Iterator[None]:
-    """Within the context, models are built with quantised matrices, which Megatron treats as TransformerEngine's."""
+    """Within the context, models are built with quantised matrices, which Megatron treats as
+    TransformerEngine's.
+    """
     from megatron.core import distributed, fp8_utils
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -113,7 +117,9 @@ def _optimizer_state(job: Job, kind: str, *, is_loading: bool) -> dict[str, Any]
 
 
 def _resume(context: Context) -> dict[str, Any]:
-    """Two runs that go on alike: one that saved, one that loaded. Weights travel from model to model."""
+    """Two runs that go on alike: one that saved, one that loaded. Weights travel from model to
+    model.
+    """
     from megatron.core import dist_checkpointing
 
     results = {}

@@ -1,4 +1,6 @@
-"""Megatron-FSDP, version 1: training, checkpoints in parts, other numbers of ranks, and its stand-alone form."""
+"""Megatron-FSDP, version 1: training, checkpoints in parts, other numbers of ranks, and its
+stand-alone form.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ _TWO = (Phase.TWO_RANKS,)
 BEFORE, BETWEEN, AFTER = 2, 1, 1
 """Iterations before the first save, between it and the second, and after that."""
 
-# -- training ----------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------
 
 
 class Run(NamedTuple):
@@ -73,7 +75,9 @@ PLACES = ("ours", "ours as FusedAdam")
 
 
 def _moved_away(context: Context) -> dict[str, Any]:
-    """Training with the calls that RL frameworks make after each step, refreshes of masters included."""
+    """Training with the calls that RL frameworks make after each step, refreshes of masters
+    included.
+    """
     results = {}
     with fake_gpu():
         for name in (*PLACES, "left"):
@@ -92,7 +96,7 @@ def _moved_away(context: Context) -> dict[str, Any]:
 scenario("Megatron-FSDP, moved away and back", _moved_away, _TWO)
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 RESUMES = {
     "gated MLPs": FsdpSpec(),
@@ -163,9 +167,11 @@ scenario("Megatron-FSDP, written by others", _read, (Phase.ONE_RANK, Phase.TWO_R
 
 
 def _other_adam(context: Context) -> dict[str, Any]:
-    """Torch's AdamW, which Megatron takes without TransformerEngine, writes for ours, and the other way round.
+    """Torch's AdamW, which Megatron takes without TransformerEngine, writes for ours, and the other
+    way round.
 
-    On one rank: with an empty shard anywhere, Megatron waits for ever for ranks whose AdamW has no state of it.
+    On one rank: with an empty shard anywhere, Megatron waits for ever for ranks whose AdamW has no
+    state of it.
     """
     results = {}
     default = FsdpSpec(precision_aware=False)
@@ -212,7 +218,9 @@ def _counted_collectives() -> Iterator[list[str]]:
 
 
 def _chunks(context: Context) -> dict[str, Any]:
-    """Chunks of all ranks, as Megatron gathers them and as the hook knows them, with the requests made."""
+    """Chunks of all ranks, as Megatron gathers them and as the hook knows them, with the requests
+    made.
+    """
     from megatron.core.distributed.fsdp.src.megatron_fsdp import uneven_dtensor
 
     results: dict[str, Any] = {}
@@ -220,7 +228,8 @@ def _chunks(context: Context) -> dict[str, Any]:
         for strategy in ("optim_grads_params", "optim_grads", "optim", "no_shard"):
             job = FsdpJob(FsdpSpec(strategy=strategy))
             job.train(1)
-            job.model.state_dict_for_save_checkpoint()  # comes first, and gives the parameters their names
+            # Must come first, since it gives the parameters their names.
+            job.model.state_dict_for_save_checkpoint()
             with _counted_collectives() as packing:
                 packed = job.optimizer.sharded_param_state_fsdp_dtensor()
             with _counted_collectives() as telling:
@@ -244,7 +253,9 @@ scenario("Megatron-FSDP, where parts lie", _chunks, _TWO)
 
 
 def _empty_checkpoint(context: Context) -> dict[str, Any]:
-    """Loading into an optimizer that never stepped, and packing one, change no parameter and no count."""
+    """Loading into an optimizer that never stepped, and packing one, change no parameter and no
+    count.
+    """
     with fake_gpu():
         job = FsdpJob(FsdpSpec())
         before = {name: param._local_tensor.clone() for name, param in job.params().items()}
@@ -263,7 +274,7 @@ def _empty_checkpoint(context: Context) -> dict[str, Any]:
 scenario("Megatron-FSDP, the dummy step", _empty_checkpoint, _TWO)
 
 
-# -- the stand-alone form ----------------------------------------------------------------------------------------
+# -- the stand-alone form --------------------------------------------------------------------------
 
 
 def fully_sharded(optimizer: str, *, decoupled: bool, fraction: float = 1.0, seed: int = 0) -> tuple[Any, Any]:
@@ -338,7 +349,7 @@ def _standalone(context: Context) -> dict[str, Any]:
 scenario("Megatron-FSDP, stand-alone", _standalone)
 
 
-# -- what is refused, and what is said ---------------------------------------------------------------------------
+# -- what is refused, and what is said -------------------------------------------------------------
 
 
 def _refused(context: Context) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""Installing and uninstalling, before and after Megatron is imported; what is refused and what is said."""
+"""Installing and uninstalling, before and after Megatron is imported; what is refused and what is
+said.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ _ENTRY = "megatron.core.optimizer"
 
 
 def _globals() -> dict[str, Any]:
-    """Everything that is defined in Megatron's optimizer package, module by module and class by class."""
+    """Everything that is defined in Megatron's optimizer package, module by module and class by
+    class.
+    """
     found = {}
     for name in sorted(sys.modules):
         if name == _ENTRY or name.startswith(f"{_ENTRY}."):
@@ -41,7 +45,7 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return sorted(key for key in before.keys() | after.keys() if before.get(key) is not after.get(key))
 
 
-# -- before and after the import ---------------------------------------------------------------------------------
+# -- before and after the import -------------------------------------------------------------------
 
 
 def _before_import(context: Context) -> dict[str, Any]:
@@ -105,7 +109,7 @@ def build_optimizer_of_ours() -> Any:
 scenario("installed after the import", _after_import, _ONE)
 
 
-# -- for good, and not at all ------------------------------------------------------------------------------------
+# -- for good, and not at all ----------------------------------------------------------------------
 
 
 def _for_good(context: Context) -> dict[str, Any]:
@@ -153,7 +157,7 @@ def _other_optimizers(context: Context) -> dict[str, Any]:
 scenario("HybridDeviceOptimizer with SGD", _other_optimizers, _ONE)
 
 
-# -- a Megatron of another shape ---------------------------------------------------------------------------------
+# -- a Megatron of another shape -------------------------------------------------------------------
 
 MISSING = (
     (f"{_ENTRY}.distrib_optimizer", "DistributedOptimizer._get_model_param_range_map"),
@@ -196,7 +200,7 @@ def _unknown_layout(context: Context) -> dict[str, Any]:
 scenario("unknown layout", _unknown_layout, _ONE)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------
+# -- what is refused -------------------------------------------------------------------------------
 
 REFUSED_CONFIGS: dict[str, dict[str, Any]] = {
     "fraction below 0": {"optimizer_offload_fraction": -0.1},
@@ -218,7 +222,9 @@ def _message(function: Any, *args: Any) -> str:
 
 
 def _refused_configs(context: Context) -> dict[str, dict[str, str]]:
-    """Messages when the configuration is made with installed optimizer, and when it is changed before building."""
+    """Messages when the configuration is made with installed optimizer, and when it is changed
+    before building.
+    """
     from megatron.core.optimizer import get_megatron_optimizer
 
     results = {}
@@ -237,7 +243,9 @@ OTHER_OFFLOADERS = ("offload_optimizer_states", "chunked_optimizer_state_offload
 
 
 def _refused_offloaders(context: Context) -> dict[str, dict[str, str]]:
-    """As for configurations; only Megatron's development branch has the fields, so the class gets them."""
+    """As for configurations; only Megatron's development branch has the fields, so the class gets
+    them.
+    """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     results = {}
@@ -281,7 +289,7 @@ scenario("refused builds", _refused_builds, _ONE)
 scenario("refused arguments", lambda context: [_message(fom.install, None, "fast"), fom.is_installed()], _ONE)
 
 
-# -- what is said ------------------------------------------------------------------------------------------------
+# -- what is said ----------------------------------------------------------------------------------
 
 
 def _said(context: Context) -> dict[str, Any]:
@@ -322,7 +330,7 @@ def _logged(context: Context) -> dict[str, str]:
         try:
             with contextlib.redirect_stdout(output), fom.installed(log_interval=interval):
                 optimizer = get_megatron_optimizer(optimizer_config(spec), [build_model(spec)])
-                type(optimizer)(optimizer.chained_optimizers)  # another chain of the same optimizers
+                type(optimizer)(optimizer.chained_optimizers)  # chains the same ones again
                 for _ in range(5):
                     for child in optimizer.chained_optimizers:
                         child.optimizer.step()
@@ -334,7 +342,7 @@ def _logged(context: Context) -> dict[str, str]:
 
 scenario("steps are logged", _logged, _TWO)
 
-# -- the window --------------------------------------------------------------------------------------------------
+# -- the window ------------------------------------------------------------------------------------
 
 WINDOWS: tuple[tuple[OffloadConfig | None, str, bool], ...] = (
     (None, "", True),
@@ -344,7 +352,9 @@ WINDOWS: tuple[tuple[OffloadConfig | None, str, bool], ...] = (
     (OffloadConfig(window_bytes=60000), "", True),
     (None, "auto", False),
 )
-"""Argument of `install`, value of the variable, and whether the optimizer is Megatron's distributed one."""
+"""Argument of `install`, value of the variable, and whether the optimizer is Megatron's distributed
+one.
+"""
 
 
 def _windows(context: Context) -> list[tuple[Any, bool, str]]:

@@ -65,7 +65,7 @@ for _formats in WALKED_FORMATS:
         )
 
 
-# -- a copy of all state, put back in place ----------------------------------------------------------------------
+# -- a copy of all state, put back in place --------------------------------------------------------
 
 
 def _put_back(context: Context, stored_formats: str) -> dict[str, Any]:
@@ -101,7 +101,7 @@ for _formats in WALKED_FORMATS:
     )
 
 
-# -- lifecycle calls ---------------------------------------------------------------------------------------------
+# -- lifecycle calls -------------------------------------------------------------------------------
 
 NAMES = ("offload_states", "release_offloaded_gpu_states", "reload_offloaded_states")
 DEVELOPMENT_NAMES = (
@@ -124,7 +124,9 @@ def _call(job: Job, name: str) -> None:
 
 
 def _lifecycle(layout: Layout, *, called: bool) -> dict[str, Any]:
-    """Every iteration another order, each call twice; Megatron's rerun machine may repeat forward and backward."""
+    """Every iteration another order, each call twice; Megatron's rerun machine may repeat forward
+    and backward.
+    """
     job = Job(JobSpec(layout=layout, fraction=0.5))
     log = []
     for order in itertools.permutations(NAMES):

@@ -37,7 +37,7 @@ def _take_weights(job: Job, weights: dict[str, torch.Tensor]) -> None:
 def _nothing(job: Job) -> None: ...
 
 
-# -- before the first step ---------------------------------------------------------------------------------------
+# -- before the first step -------------------------------------------------------------------------
 
 EARLY: tuple[Callable[[Job], None], ...] = (_nothing, *REFRESHES)
 
@@ -50,7 +50,8 @@ def early_name(how: Callable[[Job], None] | None, stored_formats: str) -> str:
 def _loaded_early(how: Callable[[Job], None], stored_formats: str) -> dict[str, Any]:
     job, donor = _job("ours", stored_formats, 1), _job("stock", stored_formats, 2)
     for inner in job.inners:
-        inner.dummy_step()  # memory for state is there, as after a load of a checkpoint without optimizer
+        # Memory for state exists, as after a load of a checkpoint without optimizer.
+        inner.dummy_step()
     _take_weights(job, donor.weights())
     how(job)
     return {"log": job.train(3), **job.snapshot()}
@@ -73,7 +74,7 @@ for _formats in RELOADED_FORMATS:
         )
 
 
-# -- later -------------------------------------------------------------------------------------------------------
+# -- later -----------------------------------------------------------------------------------------
 
 
 def late_name(how: Callable[[Job], None] | None, stored_formats: str) -> str:
@@ -94,8 +95,9 @@ def _loaded_late(how: Callable[[Job], None] | None, stored_formats: str) -> dict
 
 
 def _fit_masters(job: Job) -> None:
-    """A master becomes the parameter where that is not its rounding. A remainder stays unless it turns the parameter
-    into NaN, as a negative one does to zero."""
+    """A master becomes the parameter where that is not its rounding. A remainder stays unless it
+    turns the parameter into NaN, as a negative one does to zero.
+    """
     for shard in job.shards():
         assert isinstance(shard.inner, ReferenceAdam)
         master = shard.inner.state[shard.param]["master_param"]
@@ -114,7 +116,7 @@ for _formats in RELOADED_FORMATS:
         )
 
 
-# -- after a real resume -----------------------------------------------------------------------------------------
+# -- after a real resume ---------------------------------------------------------------------------
 
 
 def _resumed(context: Context, stored_formats: str) -> dict[str, Any]:
@@ -138,7 +140,7 @@ for _formats in RESUMED_FORMATS:
     )
 
 
-# -- fp32 values for the masters ---------------------------------------------------------------------------------
+# -- fp32 values for the masters -------------------------------------------------------------------
 
 
 def main_params_name(stored_formats: str, iterations: int) -> str:
@@ -146,7 +148,9 @@ def main_params_name(stored_formats: str, iterations: int) -> str:
 
 
 def _main_params(stored_formats: str, iterations: int) -> dict[str, Any]:
-    """As with Megatron's --load-main-params-from-ckpt: bf16 weights in the model, fp32 ones in the state dict."""
+    """As with Megatron's --load-main-params-from-ckpt: bf16 weights in the model, fp32 ones in the
+    state dict.
+    """
     job = _job("ours", stored_formats, 1)
     job.train(iterations)
     generator = torch.Generator().manual_seed(7)

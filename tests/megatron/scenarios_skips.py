@@ -12,7 +12,8 @@ from scenarios_training import LAYOUTS
 
 ITERATIONS = 8
 _ABOVE = "gradient norm above the threshold"
-# Norms are between 1.3 and 2.1, with twice the tokens below 1.8: some iterations are above it and some below.
+# Norms are between 1.3 and 2.1, with twice the tokens below 1.8: some iterations are above it and
+# some below.
 _THRESHOLDS = {Phase.TWO_RANKS: 1.54, Phase.ONE_RANK: 1.86}
 SKIPS = {
     _ABOVE: JobSpec(layout=LAYOUTS["all overlapped"]),

@@ -1,4 +1,6 @@
-"""Twenty iterations with ours, with the reference as a plain inner optimizer, and with stock AdamW."""
+"""Twenty iterations with ours, with the reference as a plain inner optimizer, and with stock
+AdamW.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ LAYOUTS = {
     "all overlapped": Layout(True, True, SEVERAL_BUCKETS),
     "dense and experts": Layout(True, True, SEVERAL_BUCKETS, experts=4),
     "experts alone": Layout(experts=4, trainable=("experts",)),
-    # On two ranks, the first of these leaves the second rank no parameter without decay, the other none at all.
+    # On two ranks, the first of these leaves the second rank no parameter without decay, the other
+    # none at all.
     "empty group": Layout(trainable=("linear_fc2.weight", "final_layernorm.bias")),
     "empty rank": Layout(trainable=("final_layernorm.bias",)),
     "bf16 gradients": Layout(bucket_size=SEVERAL_BUCKETS, grads_in_bf16=True),
@@ -111,9 +114,12 @@ for _name, _case in REFERENCES.items():
 
 
 def _beside_stock(context: Context, layout: str, optimizer: str) -> dict[str, Any]:
-    """The state after one step, whose gradients both have in common, and the log of all iterations."""
+    """The state after one step, whose gradients both have in common, and the log of all
+    iterations.
+    """
     job = Job(JobSpec(optimizer, layout=LAYOUTS[layout], lr=STOCK_LR))
-    log = job.train(2)  # the first rate of the warm-up is zero, so both train from the same weights twice
+    # The first rate of the warm-up is zero, so both train from the same weights twice.
+    log = job.train(2)
     state = job.state()
     return {"log": log + job.train(ITERATIONS - 2), "state": state}
 

@@ -1,4 +1,6 @@
-"""Resumes, and weights that are loaded, under every wrapping of Megatron's optimizers and in every format."""
+"""Resumes, and weights that are loaded, under every wrapping of Megatron's optimizers and in every
+format.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def branches(wrapping: Wrapping) -> contextlib.AbstractContextManager[None]:
 
 
 def _resumed(context: Context, wrapping: Wrapping, kind: str) -> dict[str, Any]:
-    """A run that saves and goes on, and another that starts elsewhere, loads, refreshes masters and does the same."""
+    """A run that saves and goes on, and another that starts elsewhere, loads, refreshes masters and
+    does the same.
+    """
     job, other = SmallJob(wrapping), SmallJob(wrapping, seed=2)
     job.train(BEFORE)
     directory = place(context, f"{wrapping_name(wrapping)} {kind}")
@@ -46,7 +50,9 @@ def _take_weights(job: SmallJob, weights: dict[str, torch.Tensor]) -> None:
 
 
 def _reloaded(wrapping: Wrapping) -> dict[str, Any]:
-    """Weights of another model, alone and with values for the masters, and a step that moves nothing."""
+    """Weights of another model, alone and with values for the masters, and a step that moves
+    nothing.
+    """
     results = {}
     for how in ("parameters", "state dict"):
         job, donor = SmallJob(wrapping), SmallJob(wrapping, seed=2)
@@ -79,7 +85,9 @@ def _reloaded(wrapping: Wrapping) -> dict[str, Any]:
 
 
 def _masters(job: SmallJob) -> list[dict[str, Any]]:
-    """Masters of 16-bit parameters that Megatron keeps, with the places in the model that they stand for."""
+    """Masters of 16-bit parameters that Megatron keeps, with the places in the model that they
+    stand for.
+    """
     names = {id(param): name for name, param in job.model.module.named_parameters()}
     found = []
     for child in job.children:

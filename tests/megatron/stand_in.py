@@ -1,8 +1,9 @@
 """Stands in for CUDA, so that an unmodified megatron-core trains on the CPU over gloo.
 
-Only for processes that run nothing else: it replaces functions of torch for good. Megatron asks for device "cuda" in
-factory calls, for streams, events and random states of a GPU, and for the type strings of CUDA tensors; all of them get
-what a CPU has. ``is_cuda`` stays false, so what hangs on it takes the branch for tensors on the host.
+Only for processes that run nothing else: it replaces functions of torch for good. Megatron asks for
+device "cuda" in factory calls, for streams, events and random states of a GPU, and for the type
+strings of CUDA tensors; all of them get what a CPU has. ``is_cuda`` stays false, so what hangs on
+it takes the branch for tensors on the host.
 """
 
 from __future__ import annotations
@@ -121,12 +122,16 @@ class _Properties(NamedTuple):
 
 
 def _do_not_compile(model: Any = None, **kwargs: Any) -> Any:
-    """Compiling Megatron's small fused functions would take longer than all training here, and needs a compiler."""
+    """Compiling Megatron's small fused functions would take longer than all training here, and
+    needs a compiler.
+    """
     return model if model is not None else lambda function: function
 
 
 def install() -> None:
-    """Replaces torch's functions; call it before Megatron is imported, since that copies some of them."""
+    """Replaces torch's functions; call it before Megatron is imported, since that copies some of
+    them.
+    """
     if torch.cuda.is_available():
         raise RuntimeError("this machine has a GPU, and the stand-in would hide it: set CUDA_VISIBLE_DEVICES=''")
     for name in ("transformer_engine", "apex"):
@@ -162,7 +167,9 @@ def install() -> None:
 
 
 def install_in_megatron() -> None:
-    """Gives Megatron the CPU's random state, and a queue without the server process that it starts for checkpoints."""
+    """Gives Megatron the CPU's random state, and a queue without the server process that it starts
+    for checkpoints.
+    """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
     from megatron.core.tensor_parallel import random
 

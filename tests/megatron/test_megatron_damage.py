@@ -1,4 +1,6 @@
-"""Damaged state dicts, and those of another training: all of a load is refused, or steps until one succeeds."""
+"""Damaged state dicts, and those of another training: all of a load is refused, or steps until one
+succeeds.
+"""
 
 from __future__ import annotations
 

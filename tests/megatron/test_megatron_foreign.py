@@ -40,7 +40,8 @@ def test_masters_and_moments_survive(results: Results, case: Transfer) -> None:
     assert_same(states(runs, "loaded"), rounded_moments(saved) if "bf16" in case.reader_formats else saved, "state")
 
 
-# HybridDeviceOptimizer takes its masters from a checkpoint into use after a fully_reshardable load only.
+# HybridDeviceOptimizer takes its masters from a checkpoint into use after a fully_reshardable load
+# only.
 @pytest.mark.parametrize(
     "case",
     [case for case in TRANSFERS if case.reader != "hybrid" or case.kind == "fully_reshardable"],

@@ -1,4 +1,5 @@
-"""Parameters in FP8 under Megatron: its own masters are stepped; refused by name where the masters are the optimizer's.
+"""Parameters in FP8 under Megatron: its own masters are stepped; refused by name where the masters
+are the optimizer's.
 
 With TransformerEngine on a GPU, what is stepped has the bits of its FusedAdam.
 """
@@ -69,7 +70,7 @@ def test_what_megatron_leaves_in_the_groups_is_refused(results: Results) -> None
     assert "Parameter 0 of parameter group 0 should be a tensor, but got NoneType" in placeholder
 
 
-# -- TransformerEngine's on a GPU --------------------------------------------------------------------------------
+# -- TransformerEngine's on a GPU ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

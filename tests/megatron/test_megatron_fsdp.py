@@ -1,4 +1,6 @@
-"""Megatron-FSDP, version 1: the bits of the reference, and checkpoints that load all of the state."""
+"""Megatron-FSDP, version 1: the bits of the reference, and checkpoints that load all of the
+state.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Weights that are loaded into the model after the optimizer was built survive the next step; a resume loses no bit."""
+"""Weights that are loaded into the model after the optimizer was built survive the next step; a
+resume loses no bit.
+"""
 
 from __future__ import annotations
 

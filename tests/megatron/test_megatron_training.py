@@ -1,4 +1,6 @@
-"""Training under Megatron's distributed optimizer beside the reference as its inner optimizer, and beside AdamW."""
+"""Training under Megatron's distributed optimizer beside the reference as its inner optimizer, and
+beside AdamW.
+"""
 
 from __future__ import annotations
 

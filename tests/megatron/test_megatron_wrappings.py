@@ -1,4 +1,6 @@
-"""Every place, kind of Megatron's optimizer, dtype and format: resumes and loaded weights lose no bit."""
+"""Every place, kind of Megatron's optimizer, dtype and format: resumes and loaded weights lose no
+bit.
+"""
 
 from __future__ import annotations
 
@@ -38,5 +40,6 @@ def test_loaded_weights_outlive_the_next_step(results: Results, wrapping: Wrappi
             assert_same(after["weights"], after["wanted"], f"rank {rank}, {how}")
             assert_same(after["moments after"], after["moments"], f"rank {rank}, {how}, moments")
             for master, wanted in zip(after["masters"], after["wanted masters"], strict=True):
-                # One that rounds to the loaded weight already is kept: a resume would lose bits otherwise.
+                # One that rounds to the loaded weight already is kept: a resume would lose bits
+                # otherwise.
                 assert_same(master.to(wanted.dtype), wanted, f"rank {rank}, {how}, masters")

@@ -1,6 +1,7 @@
 """Actions of Megatron's frameworks on a model and its optimizer between two iterations.
 
-Each function goes its framework's way through the objects. There is no GPU, so a move is a copy to new memory.
+Each function goes its framework's way through the objects. There is no GPU, so a move is a copy to
+new memory.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def _buffers(job: Job) -> list[Any]:
     return job.model.buffers + job.model.expert_parallel_buffers
 
 
-# -- optimizer state ---------------------------------------------------------------------------------------------
+# -- optimizer state -------------------------------------------------------------------------------
 
 
 def nemo_rl_moves_state(job: Job) -> None:
@@ -95,7 +96,7 @@ def slime_resets_state(job: Job) -> None:
                     state[key].zero_()
 
 
-# -- parameters and buffers --------------------------------------------------------------------------------------
+# -- parameters and buffers ------------------------------------------------------------------------
 
 
 def megatron_offloads_for_rollouts(job: Job) -> None:
@@ -114,7 +115,9 @@ def groups_get_copies_of_their_parameters(job: Job) -> None:
 
 
 def verl_frees_buffers(job: Job) -> None:
-    """Keeps a copy of the parameters, frees the memory under all views of them, and takes it again."""
+    """Keeps a copy of the parameters, frees the memory under all views of them, and takes it
+    again.
+    """
     for buffer in _buffers(job):
         copy, size = moved(buffer.param_data), buffer.param_data.untyped_storage().size()
         buffer.param_data.untyped_storage().resize_(0)
@@ -135,7 +138,9 @@ def _bucket_groups(job: Job) -> list[Any]:
 
 
 def _get_another_buffer(job: Job, kind: str, attribute: str) -> None:
-    """Puts other memory under all buffers of one kind, their buckets, and one attribute of each parameter."""
+    """Puts other memory under all buffers of one kind, their buckets, and one attribute of each
+    parameter.
+    """
     from megatron.core.distributed.param_and_grad_buffer import BufferType
 
     buffer_type, data = BufferType[kind.upper()], f"{kind}_data"
@@ -155,7 +160,9 @@ def gradients_get_another_buffer(job: Job) -> None:
 
 
 def roll_replaces_parameters(job: Job) -> None:
-    """Puts other memory under buffer, buckets and parameters, and makes new shards, but not in groups."""
+    """Puts other memory under buffer, buckets and parameters, and makes new shards, but not in
+    groups.
+    """
     _get_another_buffer(job, "param", "data")
     for child in job.children:
         for model_group, shard_group in zip(child.model_float16_groups, child.shard_float16_groups, strict=True):
@@ -169,7 +176,7 @@ def roll_replaces_all_buffers(job: Job) -> None:
     roll_replaces_parameters(job)
 
 
-# -- masters after a load of weights -----------------------------------------------------------------------------
+# -- masters after a load of weights ---------------------------------------------------------------
 
 
 def bridge_syncs_masters(job: Job) -> None:

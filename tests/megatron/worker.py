@@ -1,4 +1,6 @@
-"""One of the two processes that run all scenarios: ``python worker.py DIRECTORY PROCESS [REGULAR EXPRESSION]``."""
+"""One of the two processes that run all scenarios:
+``python worker.py DIRECTORY PROCESS [REGULAR EXPRESSION]``.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,13 @@ MODULES = (
     "scenarios_rounding",
     "scenarios_wrappings",
     "scenarios_damage",
-    *(["scenarios_fsdp"] if importlib.util.find_spec("einops") else []),  # which Megatron-FSDP imports
+    # Megatron-FSDP imports einops.
+    *(["scenarios_fsdp"] if importlib.util.find_spec("einops") else []),
 )
 _PATIENCE = timedelta(seconds=60)
-"""How long a rank waits for the other one, which may be compiling, importing or writing a checkpoint."""
+"""How long a rank waits for the other one, which may be compiling, importing or writing a
+checkpoint.
+"""
 
 
 class Worker:
@@ -42,7 +47,8 @@ class Worker:
         self._directory = directory
         self._process = process
         self._selected = selected
-        # Agreement between the processes does not go through the process groups, which a failed scenario may break.
+        # Agreement between the processes does not go through the process groups, which a failed
+        # scenario may break.
         self._meeting = torch.distributed.FileStore(str(directory / "meeting"), 2)
         self._meeting.set_timeout(_PATIENCE)
         self._groups_made = 0
@@ -83,7 +89,8 @@ class Worker:
         if self._groups_made == 0:
             stand_in.install_in_megatron()
             gc.collect()
-            gc.freeze()  # checkpoints collect garbage, which takes long beside all that was imported
+            # Checkpoints collect garbage, which would take long with all that was imported.
+            gc.freeze()
         self._groups_made += 1
         world = f"{phase.name}.{self._process if phase.alone else 'both'}.{self._groups_made}"
         ranks = 1 if phase.alone else 2
@@ -107,7 +114,8 @@ def _leave_groups() -> None:
     if torch.distributed.is_initialized():
         from megatron.core import parallel_state
 
-        gc.collect()  # models and optimizers are full of cycles, and process groups live as long as they do
+        # Models and optimizers have many cycles, and process groups live as long as they do.
+        gc.collect()
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
 
