@@ -46,8 +46,9 @@ class Schedule(NamedTuple):
     """How the device uses the freedom that waits and events leave it.
 
     Attributes:
-        order: stream n runs before others as far as it can if ``order[n % 3]`` is the smallest. The
-            caller's stream is the first; then come those of the copies.
+        order: stream n runs before others as far as it can if ``order[n % 3]`` is the smallest; of
+            equal ones the younger goes first. The caller's stream is the first; then come those of
+            the copies.
         eagerness: how likely the device goes ahead while the host enqueues, 0 to 1.
         seed: of the random choices.
     """
@@ -220,7 +221,7 @@ class SimulatedDevice:
 
     def rank(self, number: int) -> float:
         """Place of a new stream among those that may run."""
-        return self.schedule.order[number % 3] + number / 1000 if self.schedule else number
+        return self.schedule.order[number % 3] - number / 1000 if self.schedule else number
 
     def put(self, stream: Stream, work: Any) -> None:
         """Enqueues an operation, or a token to wait for."""

@@ -5,12 +5,13 @@ show.
 from __future__ import annotations
 
 import functools
+import time
 
 import pytest
 import torch
 from gpu_training import FORMATS, Outcome, assert_same, differs, train
 
-from fused_offload import OffloadConfig
+from fused_offload import FusedOffloadAdam, OffloadConfig
 
 pytestmark = pytest.mark.gpu
 
@@ -56,7 +57,7 @@ def test_small_chunks_of_many_sizes(formats: str) -> None:
 
 def delay(monkeypatch: pytest.MonkeyPatch, slow: str, dropped: str | None = None) -> None:
     """Puts a delay kernel in front of everything on one stream; drops all waits of another one."""
-    from fused_offload.stream import pipeline, prefetch
+    from fused_offload.stream import pipeline, prefetch, queues
 
     class SlowOps(pipeline.CudaOps):
         def _sleep(self, name: str) -> None:
@@ -81,6 +82,7 @@ def delay(monkeypatch: pytest.MonkeyPatch, slow: str, dropped: str | None = None
 
     for module in (pipeline, prefetch):
         monkeypatch.setattr(module, "CudaOps", SlowOps)
+    monkeypatch.setattr(queues, "TURN_BYTES", MIB + 512)
 
 
 @pytest.mark.parametrize("slow", STREAMS)
@@ -97,3 +99,31 @@ def test_without_its_waits_a_slow_stream_changes_bits(dropped: str, slow: str, m
     expected = resident("fp32", 6)
     delay(monkeypatch, slow, dropped)
     assert differs(train("fp32", OffloadConfig(chunk_bytes=4 * MIB), steps=6), expected)
+
+
+@pytest.mark.parametrize("direction", ["to_device", "to_host"])
+def test_a_copy_of_another_stream_comes_in_between(direction: str) -> None:
+    """A training loop copies batches and reads losses while state is under way."""
+    param = torch.nn.Parameter(torch.zeros(100_000_000, device="cuda", dtype=torch.bfloat16))
+    optimizer = FusedOffloadAdam([param], offload=OffloadConfig(window_bytes=2**40))
+    here = torch.zeros(MIB, dtype=torch.uint8, device="cuda")
+    there = torch.zeros(MIB, dtype=torch.uint8, pin_memory=True)
+    shares = []
+    for _ in range(5):
+        param.grad = torch.zeros_like(param)
+        optimizer.prefetch()
+        if direction == "to_host":
+            torch.cuda.synchronize()
+            optimizer.step()
+        torch.cuda.current_stream().synchronize()
+        began = time.perf_counter()
+        target, source = (here, there) if direction == "to_device" else (there, here)
+        target.copy_(source, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        waited = time.perf_counter() - began
+        torch.cuda.synchronize()
+        shares.append(waited / (time.perf_counter() - began))
+        if direction == "to_device":
+            optimizer.step()
+    optimizer.close()
+    assert min(shares[1:]) < 0.3, shares  # without turns it waits for all of it

@@ -35,7 +35,7 @@ from fused_offload.model_hooks import backward_step
 from fused_offload.optimizer import OffloadOptimizer
 from fused_offload.plan.window_blocks import blocks_of
 from fused_offload.step import stepper
-from fused_offload.stream import pipeline, step_upload
+from fused_offload.stream import pipeline, queues, step_upload
 from fused_offload.stream import skip_counter as skips
 from fused_offload.stream.pipeline import Pipeline
 from fused_offload.stream.prefetch import Window
@@ -430,6 +430,7 @@ def small_pieces() -> Iterator[None]:
         patch.setattr(stepper, "blocks_of", lambda extents: blocks_of(extents, CHUNK_BYTES))
         patch.setattr(skips, "MAX_PENDING", 3)
         patch.setattr(backward_step, "PART_BYTES", 1000)
+        patch.setattr(queues, "TURN_BYTES", 1000)
         for name, nbytes in (("_LEAST_BYTES", 4096), ("_SLAB_BYTES", 8192), ("_MOST_BYTES", 8192)):
             patch.setattr(step_upload, name, nbytes)
         yield

@@ -71,7 +71,8 @@ class Window:
                 memory = self._memory(block.nbytes)
                 if memory is None:
                     break
-                memory.record_stream(self._queues.h2d)
+                for stream in (self._queues.h2d, self._queues.h2d_turns):
+                    memory.record_stream(stream)
                 loaded = load_block(block, Slot(memory), ops, self._write_backs.before_block(block))
                 self.blocks[block] = loaded
                 nbytes += loaded.nbytes
@@ -126,7 +127,7 @@ class Window:
         chunks = []
         for index, block, to_host in parts:
             loaded = self.blocks[block]
-            for stream in (ops.compute, ops.d2h):
+            for stream in (ops.compute, ops.d2h, self._queues.d2h_turns):
                 loaded.slot.memory.record_stream(stream)  # [Note: window memory]
             chunks.append(WindowChunk(loaded, partial(launch, index), to_host))
         return chunks

@@ -14,6 +14,9 @@ from fused_offload.memory.staging_ring import ENQUEUE_LOCK, RingNeed, Slot, Stag
 
 from .copies import Copy
 
+TURN_BYTES = 32 * 2**20
+"""Bytes after which the copies of one direction go on in the other stream of that direction."""
+
 
 class DeviceQueues:
     """Copy streams and ring of one device, shared by all optimizers of the process.
@@ -25,6 +28,8 @@ class DeviceQueues:
         ring: the device's staging ring.
         h2d: stream of copies to the device.
         d2h: stream of copies to the host.
+        h2d_turns: stream that takes turns with ``h2d``, see [Note: turns].
+        d2h_turns: stream that takes turns with ``d2h``.
     """
 
     _of_device: ClassVar[weakref.WeakValueDictionary[torch.device, DeviceQueues]] = weakref.WeakValueDictionary()
@@ -43,6 +48,8 @@ class DeviceQueues:
         self.ring = StagingRing(device)
         self.h2d = torch.cuda.Stream(device)
         self.d2h = torch.cuda.Stream(device)
+        self.h2d_turns = torch.cuda.Stream(device)
+        self.d2h_turns = torch.cuda.Stream(device)
         self._is_open = False
 
     def begin(self) -> None:
@@ -112,6 +119,7 @@ class CudaOps:
         self.compute = torch.cuda.current_stream(queues.device)
         self.h2d = queues.h2d
         self.d2h = queues.d2h
+        self._queues = queues
 
     def record(self, stream: torch.cuda.Stream, *, timing: bool = False) -> torch.cuda.Event:
         """Records a new event."""
@@ -125,12 +133,37 @@ class CudaOps:
 
     def copy_to_device(self, slot: Slot, copies: Sequence[Copy]) -> None:
         """Enqueues copies from slabs to a slot."""
-        base, stream = slot.memory.data_ptr(), self.h2d.cuda_stream
-        for copy in copies:
+        base = slot.memory.data_ptr()
+        for copy, stream in self._in_turns(copies, self.h2d, self._queues.h2d_turns):
             cuda_driver.copy_to_device_async(base + copy.slot_offset, copy.host_address, copy.nbytes, stream)
 
     def copy_to_host(self, slot: Slot, copies: Sequence[Copy]) -> None:
         """Enqueues copies from a slot to slabs."""
-        base, stream = slot.memory.data_ptr(), self.d2h.cuda_stream
-        for copy in copies:
+        base = slot.memory.data_ptr()
+        for copy, stream in self._in_turns(copies, self.d2h, self._queues.d2h_turns):
             cuda_driver.copy_to_host_async(copy.host_address, base + copy.slot_offset, copy.nbytes, stream)
+
+    def _in_turns(
+        self, copies: Sequence[Copy], first: torch.cuda.Stream, second: torch.cuda.Stream
+    ) -> Iterator[tuple[Copy, int]]:
+        """Pieces of copies, each with the raw handle of its stream.
+
+        [Note: turns] A GPU runs the copies of one direction one after the other, and those of one
+        stream without a break. A small copy of another stream, such as that of ``loss.item()``,
+        would wait for all of them. Where two streams take turns, it waits for one piece. Each piece
+        waits for the one before it, and the first stream for the last piece, so its events stand
+        for all copies.
+        """
+        stream, other, left = first, second, TURN_BYTES
+        for host_address, slot_offset, nbytes in copies:
+            done = 0
+            while done < nbytes:
+                if not left:
+                    self.wait(other, self.record(stream))
+                    stream, other, left = other, stream, TURN_BYTES
+                piece = min(left, nbytes - done)
+                yield Copy(host_address + done, slot_offset + done, piece), stream.cuda_stream
+                done += piece
+                left -= piece
+        if stream is second:
+            self.wait(first, self.record(second))
