@@ -1,4 +1,4 @@
-"""Optimizers with their state in pinned host memory, at the speed of the link: Adam and Lion."""
+"""Optimizers with their state in pinned host memory, at the speed of the link: Adam, Lion and Muon."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from .config import OffloadConfig
 if TYPE_CHECKING:
     from .adam import FusedOffloadAdam
     from .lion import FusedOffloadLion
+    from .muon import FusedOffloadMuon
 
 __version__ = "0.1.0"
 
-__all__ = ["FusedOffloadAdam", "FusedOffloadLion", "OffloadConfig"]
+__all__ = ["FusedOffloadAdam", "FusedOffloadLion", "FusedOffloadMuon", "OffloadConfig"]
 
-_MODULES = {"FusedOffloadAdam": "adam", "FusedOffloadLion": "lion"}
+_MODULES = {"FusedOffloadAdam": "adam", "FusedOffloadLion": "lion", "FusedOffloadMuon": "muon"}
 
 
 def _find_kernels() -> None:

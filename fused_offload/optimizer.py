@@ -750,14 +750,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._wait_for_state()
 
     def reserve_gpu_memory(self) -> None:
-        """Takes the GPU staging now instead of at the first step.
+        """Takes the GPU staging, and work memory of operations on whole parameters, now instead of at the first step.
 
         Raises:
             RuntimeError: if the GPU has too little memory; names the need and the smallest staging
                 ring that fits.
         """
         self._check_usable()
-        self._stepper.devices.reserve(self._store.planned(self._params_with_state()), self._rule().phases)
+        self._stepper.reserve(self.param_groups, self._params_with_state(), self._rule())
 
     def release_gpu_memory(self) -> None:
         """Waits, then releases the GPU staging; the next step takes it again."""

@@ -2,6 +2,8 @@
 
 ``python tests/compile_kernel.py adam EXP_AVG EXP_AVG_SQ MASTER [--target 80 90 100 120]``
 ``python tests/compile_kernel.py lion EXP_AVG MASTER [--target 80 90 100 120]``
+``python tests/compile_kernel.py muon_momentum MOMENTUM [--target 80 90 100 120]``
+``python tests/compile_kernel.py muon_update MASTER [--target 80 90 100 120]``
 
 The interpreter runs Python, and takes much that Triton's compiler does not. Arguments are names of
 stored formats, and compute capabilities without their point; by default Hopper's.
@@ -22,9 +24,11 @@ from fused_offload.kernels import formats
 from fused_offload.kernels.adam import launch as adam
 from fused_offload.kernels.adam.reference import AdamState, adam_scalars
 from fused_offload.kernels.formats import SCALE_GROUP, Format, Stored
-from fused_offload.kernels.launch import TABLE_COLUMNS, LaunchKind, ScalerSignals
+from fused_offload.kernels.launch import ARRAY_COLUMNS, LaunchKind, ScalerSignals
 from fused_offload.kernels.lion import launch as lion
 from fused_offload.kernels.lion.reference import LionState, lion_scalars
+from fused_offload.kernels.muon import launch as muon
+from fused_offload.kernels.muon.reference import MuonState, NewtonSchulz, muon_scalars
 
 TYPES = {
     torch.float32: "fp32",
@@ -57,7 +61,33 @@ def lion_launch(formats: Sequence[Stored], *shared: Any) -> tuple[Any, dict[str,
     return lion.lion_kernel, lion._arguments(table, 1, 1, LionState(*formats), scalars, *rest)
 
 
-LAUNCHES: dict[str, Callable[..., tuple[Any, dict[str, Any]]]] = {"adam": adam_launch, "lion": lion_launch}
+def muon_momentum_launch(formats: Sequence[Stored], *shared: Any) -> tuple[Any, dict[str, Any]]:
+    table, *rest = shared
+    arguments = muon._momentum_arguments(table, 1, 1, MuonState(formats[0], None), MUON_SCALARS, *rest)
+    return muon.momentum_kernel, arguments
+
+
+def muon_update_launch(formats: Sequence[Stored], *shared: Any) -> tuple[Any, dict[str, Any]]:
+    table, *rest = shared
+    return muon.update_kernel, muon._update_arguments(table, 1, 1, MuonState(None, formats[0]), MUON_SCALARS, *rest)
+
+
+MUON_SCALARS = muon_scalars(
+    lr=0.1,
+    weight_decay=0.1,
+    momentum=0.95,
+    nesterov=True,
+    newton_schulz=NewtonSchulz((1.0, 1.0, 1.0), 1e-7, 5),
+    adjust_lr_fn=None,
+    step=1,
+)
+
+LAUNCHES: dict[str, Callable[..., tuple[Any, dict[str, Any]]]] = {
+    "adam": adam_launch,
+    "lion": lion_launch,
+    "muon_momentum": muon_momentum_launch,
+    "muon_update": muon_update_launch,
+}
 
 
 def compile_step(
@@ -69,7 +99,7 @@ def compile_step(
         return Stored(format, torch.empty(SCALE_GROUP, dtype=format.dtype), torch.empty(1) if format.scaled else None)
 
     kind = LaunchKind(torch.bfloat16, torch.bfloat16, max_programs=max_programs)
-    table = torch.empty(1, TABLE_COLUMNS, dtype=torch.int64)
+    table = torch.empty(1, ARRAY_COLUMNS, dtype=torch.int64)
     kernel, arguments = LAUNCHES[rule]([stored(format) for format in formats], table, kind, amp)
     options = {name: arguments.pop(name) for name in ("num_warps", "enable_fp_fusion")}
     constants = {

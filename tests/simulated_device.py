@@ -436,6 +436,7 @@ class SimulatedDevice:
                 "beta2": 1.0,
                 "one_minus_beta2": 0.0,
                 "weight_decay": 0.0,
+                "decay": 1.0,
             }
             scalars = scalars._replace(**{name: of_nothing[name] for name in of_nothing if name in scalars._fields})
         scale = None if amp.grad_scale is None else amp.grad_scale.item()
@@ -448,7 +449,8 @@ class SimulatedDevice:
             if beside:
                 assert phases[0].then is not None
                 views.append(View(beside[0], phases[0].then.dtype, (numel,), (1,)))
-                more = {"array": views[2].tensor(), "scalar": float(np.int32(beside[1]).view(np.float32))}
+                array, scalar = views[2].tensor(), float(np.int32(beside[1]).view(np.float32))
+                more = {"array": torch.zeros_like(array) if skip else array, "scalar": scalar}
             for view in views:
                 self.check(view.address, view.nbytes, "a kernel")
             if writes:

@@ -32,6 +32,7 @@ ROOMS = (
     "optimizer",
     "adam",
     "lion",
+    "muon",
     "__init__",
     "tuning",
     "megatron",
@@ -41,7 +42,7 @@ ROOMS = (
 """Folders, and modules at the root of the package. Each may import itself and earlier ones."""
 
 ENGINE = ("memory", "params", "state", "plan", "stream", "step")
-RULE_NAMES = re.compile(r"exp_avg|bias_correction|beta")
+RULE_NAMES = re.compile(r"exp_avg|bias_correction|beta|momentum|nesterov|newton|muon")
 
 STREAM_FACTORIES = re.compile(
     r"(^|\.)(torch|cuda)\.(Stream|Event|ExternalStream|StreamContext|stream|current_stream|default_stream|set_stream)$"
@@ -124,7 +125,7 @@ def sources() -> list[Source]:
 
 
 SOURCES = sources()
-PUBLIC_NAMES = {"FusedOffloadAdam", "FusedOffloadLion", "OffloadConfig"}
+PUBLIC_NAMES = {"FusedOffloadAdam", "FusedOffloadLion", "FusedOffloadMuon", "OffloadConfig"}
 every_module = pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 
 
@@ -155,7 +156,7 @@ def own_rooms(source: Source) -> set[str]:
 def test_imports_go_one_way(source: Source) -> None:
     allowed = ROOMS[: ROOMS.index(source.room())]
     if source.room() == "__init__":
-        allowed = (*allowed, "adam", "lion")
+        allowed = (*allowed, "adam", "lion", "muon")
     assert own_rooms(source) <= set(allowed)
 
 
@@ -167,7 +168,9 @@ def test_every_room_is_listed() -> None:
 def test_the_engine_knows_no_rule(source: Source) -> None:
     if source.room() in ENGINE:
         assert {name for name in source.names() if RULE_NAMES.search(name)} == set()
-        assert not [name for name in source.imports() if re.match(r"fused_offload\.(rules|kernels)\.(adam|lion)", name)]
+        assert not [
+            name for name in source.imports() if re.match(r"fused_offload\.(rules|kernels)\.(adam|lion|muon)", name)
+        ]
 
 
 @every_module

@@ -280,6 +280,20 @@ def test_neighbours_run_beside_an_operation() -> None:
     ]
 
 
+def test_large_parameters_come_first() -> None:
+    """In both phases, and whichever chunks they share."""
+    first, second = (chunks_of(100, 300, 128, 500, 900, 120, kind=kind, capacity=384) for kind in "ab")
+    chunks, operations = in_order(first, second)
+    assert [operation.segment for operation in operations] == [4, 3, 1, 2, 5, 0]
+    assert [(chunk.kind, chunk.pieces[0].segment, chunk.pieces[0].offset) for chunk in chunks] == [
+        *[("a", 4, 0), ("a", 4, 384), ("a", 4, 768)],
+        *[("a", 3, 0), ("a", 3, 384)],
+        *[("b", 4, 0), ("b", 4, 384), ("b", 4, 768)],
+        *[("a", 1, 0), ("b", 3, 0), ("b", 3, 384), ("a", 2, 0), ("b", 1, 0), ("a", 5, 0)],
+        *[("b", 2, 0), ("a", 0, 0), ("b", 5, 0), ("b", 0, 0)],
+    ]
+
+
 def test_small_parameters_share_chunks_and_wait_for_each_other() -> None:
     first = chunks_of(128, 128, 128, kind="a", capacity=256)
     second = chunks_of(128, 128, 128, kind="b", capacity=384)
@@ -294,7 +308,7 @@ def test_arrays_in_use_never_overlap(seed: int, capacity: int) -> None:
     numels = torch.randint(1, 2000, (20,), generator=torch.Generator().manual_seed(seed)).tolist()
     chunks, operations = in_order(*(chunks_of(*numels, kind=kind, capacity=capacity) for kind in "ab"))
     operations, work = placed(chunks, operations, lambda segment: 2 * numels[segment], 1000)
-    assert [operation.segment for operation in operations] == list(range(20))
+    assert sorted(operation.segment for operation in operations) == list(range(20))
     offset_of = {operation.segment: operation.offset for operation in operations}
     use: dict[int, list[int]] = {}
     for number, chunk in enumerate(chunks):

@@ -132,6 +132,7 @@ class ToyRule:
     nonnegative: ClassVar[frozenset[str]] = frozenset()
     settings: ClassVar[tuple[str, ...]] = ("lr", "decay")
     foreign_settings: ClassVar[frozenset[str]] = frozenset()
+    counts_steps: ClassVar[bool] = True
     phases: ClassVar[tuple[Phase, ...]] = (
         Phase(frozenset({"momentum"}), frozenset({"momentum"}), first_phase, nothing, no_launch, OPERATION),
         Phase(frozenset({MASTER_PARAM}), frozenset({MASTER_PARAM}), second_phase, nothing, no_launch),

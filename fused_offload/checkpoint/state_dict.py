@@ -104,7 +104,7 @@ def _step_tensor(step: int) -> torch.Tensor:
 
 
 def pack_for_torch(param_groups: Sequence[dict[str, Any]], state: StateMapping, rule: UpdateRule) -> dict[str, Any]:
-    """Packs state in torch's layout, with ``step`` beside each parameter's state, without masters.
+    """Packs state in torch's layout, without masters, with ``step`` beside each parameter's state where it counts.
 
     Args:
         param_groups: the optimizer's groups.
@@ -115,8 +115,8 @@ def pack_for_torch(param_groups: Sequence[dict[str, Any]], state: StateMapping, 
         RuntimeError: for a parameter with state that is in no group.
     """
     groups = _packed_groups(param_groups)
-    packed = {
-        index: {"step": _step_tensor(step), **{key: entry.get_unscaled(key) for key in rule.keys}}
-        for index, entry, step in _bound_entries(param_groups, groups, state)
-    }
+    packed = {}
+    for index, entry, step in _bound_entries(param_groups, groups, state):
+        counted = {"step": _step_tensor(step)} if rule.counts_steps else {}
+        packed[index] = {**counted, **{key: entry.get_unscaled(key) for key in rule.keys}}
     return {"state": packed, "param_groups": [rule.torch_group(group) for group in groups]}

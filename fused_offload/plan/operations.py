@@ -44,17 +44,21 @@ def in_order(first: Sequence[Chunk], second: Sequence[Chunk]) -> tuple[list[Chun
 
     A parameter's operation runs between its first and its second phase. Meanwhile the second phase
     of the previous parameter and the first phase of the next one run beside it. So the link is busy
-    during an operation, and the arrays of two parameters are in use at a time.
+    during an operation, and the arrays of two parameters are in use at a time. Large parameters
+    come first, because behind the last operation only copies are left.
 
     Args:
         first: chunks of the first phase.
-        second: chunks of the second phase, with their segments in the same order.
+        second: chunks of the second phase.
 
     Returns:
         All chunks, and one operation per segment.
     """
+    first = _largest_first(first)
     complete = {piece.segment: number for number, chunk in enumerate(first) for piece in chunk.pieces}
     places = {segment: place for place, segment in enumerate(complete)}
+    last_place = {id(chunk): max(places[piece.segment] for piece in chunk.pieces) for chunk in second}
+    second = sorted(second, key=lambda chunk: last_place[id(chunk)])
     chunks: list[Chunk] = []
     operations: list[Operation] = []
     taken = followed = 0  # chunks of the first and of the second phase that are in `chunks`
@@ -69,13 +73,22 @@ def in_order(first: Sequence[Chunk], second: Sequence[Chunk]) -> tuple[list[Chun
     for place, segment in enumerate(segments):
         take(segment)
         position = len(chunks)
-        while followed < len(second) and places[second[followed].pieces[-1].segment] < place:
+        while followed < len(second) and last_place[id(second[followed])] < place:
             chunks.append(second[followed])
             followed += 1
         for following in segments[place + 1 : place + 2]:
             take(following)
         operations.append(Operation(segment, position, len(chunks) - position))
-    return chunks + list(second[followed:]), operations
+    return chunks + second[followed:], operations
+
+
+def _largest_first(chunks: Sequence[Chunk]) -> list[Chunk]:
+    """Chunks by the size of their largest segment; those of one segment stay together, and in order."""
+    numels: dict[int, int] = {}
+    for chunk in chunks:
+        for piece in chunk.pieces:
+            numels[piece.segment] = numels.get(piece.segment, 0) + piece.numel
+    return sorted(chunks, key=lambda chunk: -max(numels[piece.segment] for piece in chunk.pieces))
 
 
 def placed(

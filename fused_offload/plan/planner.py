@@ -6,16 +6,18 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from fused_offload.config import OffloadConfig
+from fused_offload.params.dtensors import local_of
 from fused_offload.params.tracker import Updates
 from fused_offload.rules.base import Phase
 from fused_offload.state.layout import Layout, chunk_numel
 from fused_offload.state.param_state import ParamState
 from fused_offload.state.storage import Extent
+from fused_offload.state.store import PlannedPlace
 
 from .chunks import Chunk, Piece, Segment, make_plan
 from .operations import Operation, WorkMemory, in_order, placed
@@ -77,6 +79,12 @@ class StepPlan:
     operations: dict[torch.device, list[Operation]] = field(default_factory=dict)
     work: dict[torch.device, WorkMemory] = field(default_factory=dict)
     derived: dict[torch.device, Any] = field(default_factory=dict)
+
+
+class _TwoPhases(NamedTuple):
+    chunks_on: dict[torch.device, list[Chunk]]
+    operations: dict[torch.device, list[Operation]]
+    work: dict[torch.device, WorkMemory]
 
 
 class Planner:
@@ -148,7 +156,8 @@ class Planner:
                 segments.append(Segment(here, entry.start + cut.offset, cut.numel))
         starts, initial = [entry.start for entry in entries], [entry for entry in entries if entry.initial]
         if len(phases) == 2:
-            return self._of_two_phases(StepPlan({}, starts, initial), updates, segments, phases)
+            chunks_on, operations, work = self._in_two_phases(segments, updates.params, phases)
+            return StepPlan(chunks_on, starts, initial, operations, work)
         chunks = make_plan(segments, self._capacity)
         if window:
             chunks = tuple(_of_updates(chunk, cuts) for chunk in chunks)
@@ -156,24 +165,45 @@ class Planner:
         ordered = sorted(chunks, key=lambda chunk: (extent_of(chunk).layout.resident, block_of(chunk) is not None))
         return StepPlan(_by_device(ordered), starts, initial)
 
-    def _of_two_phases(
-        self, plan: StepPlan, updates: Updates, segments: list[Segment], phases: Sequence[Phase]
-    ) -> StepPlan:
-        """Adds the chunks of both phases and the operations between them to a plan."""
+    def _in_two_phases(
+        self, segments: Sequence[Segment], params: Sequence[torch.Tensor], phases: Sequence[Phase]
+    ) -> _TwoPhases:
+        """Chunks of both phases of some parameters on each device, and the operations between them."""
         operation = phases[0].then
         assert operation is not None
+        found = _TwoPhases({}, {}, {})
         first, second = (
             _by_device(make_plan(_in_phase(segments, number), partial(self._part_capacity, phases), keep_whole=True))
             for number in range(2)
         )
         for device, chunks in first.items():
             ordered, operations = in_order(chunks, second[device])
-            scratch = max(operation.scratch_bytes(updates.params[one.segment]) for one in operations)
-            plan.chunks_on[device] = ordered
-            plan.operations[device], plan.work[device] = placed(
-                ordered, operations, lambda index: int(updates.numels[index]) * operation.dtype.itemsize, scratch
+            scratch = max(operation.scratch_bytes(params[one.segment]) for one in operations)
+            found.chunks_on[device] = ordered
+            found.operations[device], found.work[device] = placed(
+                ordered, operations, lambda index: segments[index].numel * operation.dtype.itemsize, scratch
             )
-        return plan
+        return found
+
+    def work_memory(
+        self, places: Sequence[PlannedPlace], groups: Sequence[int], phases: Sequence[Phase]
+    ) -> dict[torch.device, WorkMemory]:
+        """Work memory of a step in which all parameters have gradients of their dtype.
+
+        Args:
+            places: parameters and the places of their state.
+            groups: index of each one's parameter group.
+            phases: the rule's phases.
+        """
+        if len(phases) == 1 or not places:
+            return {}
+        kinds: dict[Hashable, ChunkKind] = {}
+        params = [local_of(place.param) for place in places]
+        segments = []
+        for param, (_, extent, start), group in zip(params, places, groups, strict=True):
+            kind = ChunkKind(cast(Extent, extent), group, param.dtype, frozenset())
+            segments.append(Segment(kinds.setdefault((extent, group), kind), start, param.numel()))
+        return self._in_two_phases(segments, params, phases).work
 
     def _streaming(self, extent: Extent) -> Streaming:
         return extent_streaming(self._config, extent.layout, extent.numel)

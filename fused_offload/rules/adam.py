@@ -48,6 +48,7 @@ class AdamRule:
     nonnegative: ClassVar[frozenset[str]] = frozenset({"exp_avg_sq"})
     settings: ClassVar[tuple[str, ...]] = SETTINGS
     foreign_settings: ClassVar[frozenset[str]] = frozenset({*TORCH_SETTINGS, "decoupled_weight_decay"})
+    counts_steps: ClassVar[bool] = True
     phases: ClassVar[tuple[Phase, ...]] = (
         Phase(
             _ALL_KEYS,

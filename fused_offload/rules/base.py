@@ -34,7 +34,8 @@ class WholeOperation(NamedTuple):
         parts: ``(param, array, scratch, values)``, returns the calls that enqueue the operation on
             the current stream. Each enqueues one piece of GPU work, such as a matrix product, so
             that chunks of other parameters can go between them. ``array`` has the parameter's shape
-            and strides; ``scratch`` is uint8. The calls allocate no memory.
+            and strides; ``scratch`` is uint8. The calls serve all steps of the same
+            `UpdateRule.compiled_values`, and allocate no memory.
         scalar: ``(param, values)``, returns the parameter's float32 for the launches of this step.
     """
 
@@ -83,6 +84,11 @@ class Phase(NamedTuple):
         """State keys that the phase's chunks move."""
         return self.reads | self.writes
 
+    def of(self, stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
+        """The arrays of its own keys."""
+        keys = self.keys
+        return stored if stored.keys() <= keys else {key: array for key, array in stored.items() if key in keys}
+
 
 def check_phases(phases: Sequence[Phase], optimizer: str) -> None:
     """Raises RuntimeError unless there is one phase, or two with an operation between them."""
@@ -115,6 +121,7 @@ class UpdateRule(Protocol):
         settings: names of a group's hyperparameters.
         foreign_settings: settings of torch's optimizer that are dropped from loaded groups.
         numerics: name of the numerics that kernels are compiled for.
+        counts_steps: whether torch's optimizer keeps the number of steps beside each parameter.
         phases: passes over the state, in order: one, or two with an operation between them.
     """
 
@@ -143,11 +150,15 @@ class UpdateRule(Protocol):
         """Name of the numerics."""
 
     @property
+    def counts_steps(self) -> bool:
+        """Whether torch's optimizer keeps the number of steps."""
+
+    @property
     def phases(self) -> tuple[Phase, ...]:
         """Passes over the state."""
 
     def check_param(self, param: torch.Tensor) -> None:
-        """Raises RuntimeError for a parameter that this rule cannot step."""
+        """Raises RuntimeError or ValueError for a parameter that this rule cannot step."""
 
     def check_group(self, group: Mapping[str, Any], *, lr_required: bool = False) -> None:
         """Raises for hyperparameters that no step can use.

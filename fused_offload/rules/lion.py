@@ -60,6 +60,7 @@ class LionRule:
     nonnegative: ClassVar[frozenset[str]] = frozenset()
     settings: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
     foreign_settings: ClassVar[frozenset[str]] = frozenset({*TORCH_ARGUMENTS, *_OTHER_ARGUMENTS})
+    counts_steps: ClassVar[bool] = True
     phases: ClassVar[tuple[Phase, ...]] = (
         Phase(
             _ALL_KEYS,

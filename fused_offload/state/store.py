@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -49,6 +50,33 @@ class _Place(NamedTuple):
     def fits(self, param: torch.Tensor) -> bool:
         layout, local = self.extent.layout, local_of(param)
         return (layout.device, layout.param_dtype, self.numel) == (local.device, local.dtype, local.numel())
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedExtent:
+    """An extent that is not allocated yet.
+
+    Attributes:
+        layout: common properties of its parameters.
+        numel: elements, a multiple of `ALIGNMENT`.
+    """
+
+    layout: Layout
+    numel: int
+
+
+class PlannedPlace(NamedTuple):
+    """Place of a parameter's state, which need not be allocated yet.
+
+    Attributes:
+        param: the parameter.
+        extent: storage.
+        start: first element in it.
+    """
+
+    param: torch.Tensor
+    extent: Extent | PlannedExtent
+    start: int
 
 
 class StateStore:
@@ -107,15 +135,30 @@ class StateStore:
                 "with the spawn method."
             )
 
-    def planned(self, known: Sequence[torch.Tensor]) -> list[tuple[Layout, int]]:
-        """Layout and number of elements of every extent, once all known parameters have storage.
+    def planned(self, known: Sequence[torch.Tensor]) -> list[PlannedPlace]:
+        """Places of parameters with elements, once all known ones have their storage.
 
         Args:
             known: all parameters that will need storage, in group order.
         """
-        waiting = [param for param in known if _numel(param) and not self._is_bound(param)]
-        there = [(extent.layout, extent.numel) for extent in self.extents()]
-        return there + list(_numels(waiting, self._layouts(waiting, known)).items())
+        places = {id(param): self._place_of(param) for param in known if _numel(param)}
+        waiting = [param for param in known if _numel(param) and places[id(param)] is None]
+        layouts = self._layouts(waiting, known)
+        extents = {layout: PlannedExtent(layout, numel) for layout, numel in _numels(waiting, layouts).items()}
+        filled = dict.fromkeys(extents, 0)
+        for param, layout in zip(waiting, layouts, strict=True):
+            places[id(param)] = PlannedPlace(param, extents[layout], filled[layout])
+            filled[layout] += align(_numel(param))
+        return [place for place in places.values() if place is not None]
+
+    def _place_of(self, param: torch.Tensor) -> PlannedPlace | None:
+        """Place of a parameter whose storage is allocated, or None."""
+        place, state = self._reserved.get(id(param)), self.stored_of(param)
+        if place is not None:
+            return PlannedPlace(param, place.extent, place.start)
+        if state is not None and state.extent is not None:
+            return PlannedPlace(param, state.extent, state.start)
+        return None
 
     def ensure(self, wanted: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
         """Gives every wanted parameter its storage.

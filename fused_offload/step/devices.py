@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fused_offload.config import OffloadConfig
+from fused_offload.plan.operations import WorkMemory
 from fused_offload.plan.planner import StepPlan
 from fused_offload.plan.window_blocks import WindowBlock
 from fused_offload.profiles import profile_files as profiles
@@ -131,17 +132,23 @@ class Devices:
 
     # -- GPU memory --------------------------------------------------------------------------------
 
-    def reserve(self, extents: Sequence[tuple[Layout, int]], phases: Sequence[Phase]) -> None:
-        """Allocates the rings for state that streams; see `Pipeline.reserve`.
+    def reserve(
+        self,
+        extents: Sequence[tuple[Layout, int]],
+        phases: Sequence[Phase],
+        work: Mapping[torch.device, WorkMemory],
+    ) -> None:
+        """Allocates the rings for state that streams, and work memory; see `Pipeline.reserve`.
 
         Args:
             extents: layout and number of elements of each extent.
             phases: phases of the rule.
+            work: memory of the operations on each device.
         """
-        streamed = [(layout, n) for layout, n in extents if not layout.resident and layout.device != _CPU]
-        for device in sorted({layout.device for layout, _ in streamed}, key=str):
+        streamed = [(layout, n) for layout, n in extents if not layout.resident]
+        for device in sorted(({layout.device for layout, _ in streamed} | work.keys()) - {_CPU}, key=str):
             here = [(layout, n) for layout, n in streamed if layout.device == device]
-            self._pipeline(device).reserve(here, phases)
+            self._pipeline(device).reserve(here, phases, work.get(device, WorkMemory()).nbytes)
 
     def note_call(self) -> None:
         """Records the beginning of a step or a part, for its report."""

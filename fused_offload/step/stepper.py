@@ -64,6 +64,23 @@ class Stepper:
         self._config = config
         self._part_planners.clear()
 
+    def reserve(self, param_groups: Sequence[dict[str, Any]], params: Sequence[torch.Tensor], rule: UpdateRule) -> None:
+        """Takes the GPU memory of steps in which all of these parameters have a gradient.
+
+        Args:
+            param_groups: the optimizer's groups.
+            params: parameters that get state.
+            rule: the arithmetic.
+
+        Raises:
+            RuntimeError: if a GPU has too little memory.
+        """
+        places = self._store.planned(params)
+        group_of = {id(param): index for index, group in enumerate(param_groups) for param in group["params"]}
+        work = self.planner.work_memory(places, [group_of[id(place.param)] for place in places], rule.phases)
+        extents = dict.fromkeys(place.extent for place in places)
+        self.devices.reserve([(extent.layout, extent.numel) for extent in extents], rule.phases, work)
+
     def observe(
         self,
         param_groups: Sequence[dict[str, Any]],
@@ -250,7 +267,7 @@ class Stepper:
         """Reason why a parameter cannot be stepped, or None."""
         try:
             rule.check_param(param)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             return str(error)
         entry = self._store.state[param] if param in self._store.state else None
         if entry is None or entry.storage.extent is None:

@@ -56,13 +56,14 @@ def run_chunk(chunk: Chunk, plan: StepPlan, inputs: StepInputs, beside: dict[int
     kind = chunk.kind
     assert isinstance(kind, ChunkKind)
     rule, updates = inputs.rule, inputs.updates
-    state = rule.bind(kind.extent.stored, kind.initial)
+    phase = rule.phases[kind.phase]
+    state = rule.bind(phase.of(kind.extent.stored), kind.initial)
     for piece in chunk.pieces:
         part = slice(piece.offset, piece.offset + piece.numel)
         more = beside.get(piece.segment, {})
         if more:
             more = {**more, "array": more["array"][part]}
-        rule.phases[kind.phase].reference(
+        phase.reference(
             flat(updates.params[piece.segment])[part],
             flat(updates.grads[piece.segment])[part],
             state.narrow(plan.starts[piece.segment] + piece.offset, piece.numel),

@@ -12,7 +12,7 @@ from fused_offload.config import OffloadConfig
 from fused_offload.kernels.launch import programs_of
 from fused_offload.memory.staging_ring import RingNeed, Slot, StagingRing
 from fused_offload.params.tracker import Updates
-from fused_offload.plan.operations import WorkMemory
+from fused_offload.plan.operations import Operation, WorkMemory
 from fused_offload.plan.planner import ChunkKind, StepPlan, extent_streaming
 from fused_offload.plan.window_blocks import WindowBlock
 from fused_offload.rules.base import BoundState, Phase, UpdateRule
@@ -20,7 +20,9 @@ from fused_offload.state.layout import Layout, slot_bytes
 
 from .address_table import AddressTable
 from .copies import ChunkTransfer, Copy, block_write_back, bytes_of, chunk_transfer
+from .operations import Parts, parts_of
 from .schedule import LoadedBlock
+from .step_inputs import StepInputs
 
 
 class _Moved(NamedTuple):
@@ -90,12 +92,12 @@ class DevicePlan:
                 self.transfers[index] = chunk_transfer(chunk, kind, phase)
         self.copied, self.mapped = _Moved.by(self.transfers.values()), _Moved.by(mapped)
         streamed = {self.kinds[index].extent for index in self.transfers}
-        self.need = ring_need(config, ((extent.layout, extent.numel) for extent in streamed), rule.phases)
-        if self.work.nbytes:
-            self.need = (self.need or RingNeed(0, 0))._replace(work_bytes=self.work.nbytes)
+        extents = ((extent.layout, extent.numel) for extent in streamed)
+        self.need = ring_need(config, extents, rule.phases, self.work.nbytes)
         self.compiled_for: Any = None
         # Weak, so that views of a slot do not outlive the ring's memory.
         self._states: weakref.WeakKeyDictionary[Slot, dict[Any, BoundState]] = weakref.WeakKeyDictionary()
+        self._parts: weakref.WeakKeyDictionary[Slot, dict[int, tuple[Any, Parts]]] = weakref.WeakKeyDictionary()
 
     def state(
         self,
@@ -118,7 +120,7 @@ class DevicePlan:
         if kind.block is not None:
             return rule.bind(kind.block.place.carve(window[kind.block].slot.memory), kind.initial)
         if transfer is None:
-            return rule.bind(kind.extent.stored, kind.initial)
+            return rule.bind(rule.phases[kind.phase].of(kind.extent.stored), kind.initial)
         slot = ring.slots[slot_index]
         views = self._states.setdefault(slot, {})
         key = (kind, transfer.place.numel)
@@ -126,14 +128,33 @@ class DevicePlan:
             views[key] = rule.bind(transfer.place.carve(slot.memory), kind.initial)
         return views[key]
 
+    def parts(self, operation: Operation, work: Slot, inputs: StepInputs) -> Parts:
+        """The calls that enqueue an operation, made anew where the memory or compiled values have changed.
 
-def ring_need(config: OffloadConfig, extents: Iterable[tuple[Layout, int]], phases: Sequence[Phase]) -> RingNeed | None:
-    """The ring that a rule's steps need, or None if they need none.
+        Args:
+            operation: one of `operations`.
+            work: the ring's work memory.
+            inputs: the step's inputs.
+        """
+        known = self._parts.setdefault(work, {})
+        compiled = inputs.rule.compiled_values(inputs.values[inputs.updates.groups[operation.segment]])
+        made_for, parts = known.get(operation.segment, (None, ()))
+        if made_for != compiled:
+            parts = parts_of(operation, self.work, work.memory, inputs)
+            known[operation.segment] = compiled, parts
+        return parts
+
+
+def ring_need(
+    config: OffloadConfig, extents: Iterable[tuple[Layout, int]], phases: Sequence[Phase], work_bytes: int = 0
+) -> RingNeed | None:
+    """The ring that a rule's steps need, with their work memory, or None if they need neither.
 
     Args:
         config: the caller's configuration.
         extents: layout and number of elements of each extent that streams.
         phases: the rule's phases.
+        work_bytes: bytes of the work memory.
     """
     needs = []
     for layout, numel in extents:
@@ -141,6 +162,8 @@ def ring_need(config: OffloadConfig, extents: Iterable[tuple[Layout, int]], phas
         for moved in (layout.only(phase.keys) for phase in phases):
             if programs is None and moved.keys:
                 needs.append(RingNeed(depth, slot_bytes(moved, numel, chunk_bytes)))
-    if not needs:
+    if not needs and not work_bytes:
         return None
-    return RingNeed(max(need.depth for need in needs), max(need.slot_bytes for need in needs))
+    return RingNeed(
+        max((need.depth for need in needs), default=0), max((need.slot_bytes for need in needs), default=0), work_bytes
+    )

@@ -14,7 +14,7 @@ from fused_offload.plan.operations import Operation
 from fused_offload.plan.window_blocks import WindowBlock
 
 from .device_plan import DevicePlan
-from .operations import order_of_work, parts_of
+from .operations import Parts, order_of_work
 from .schedule import LoadedBlock, StreamedChunk
 from .step_inputs import StepInputs
 
@@ -83,9 +83,9 @@ class Launches:
                 waiting.append(partial(self.launch, item))
         return chunks, waiting
 
-    def _parts_of(self, operation: Operation) -> Sequence[Callable[[], Any]]:
+    def _parts_of(self, operation: Operation) -> Parts:
         assert self._ring.work is not None
-        return parts_of(operation, self._plan.work, self._ring.work.memory, self._inputs)
+        return self._plan.parts(operation, self._ring.work, self._inputs)
 
     def _shared(self, index: int) -> tuple[Any, LaunchKind, ScalerSignals]:
         """Values, kind and signals of one chunk's launch, which compilation takes too."""

@@ -12,7 +12,10 @@ from fused_offload.plan.operations import Operation, WorkMemory
 
 from .step_inputs import StepInputs
 
-PartsOf = Callable[[Operation], Sequence[Callable[[], Any]]]
+Parts = Sequence[Callable[[], Any]]
+"""Calls that enqueue an operation."""
+
+PartsOf = Callable[[Operation], Parts]
 
 
 def order_of_work(chunks: int, operations: Sequence[Operation], parts_of: PartsOf) -> Iterator[int | Callable[[], Any]]:
@@ -55,9 +58,7 @@ def array_of(operation: Operation, memory: torch.Tensor, inputs: StepInputs) -> 
     return memory[operation.offset : operation.offset + nbytes].view(whole.dtype)
 
 
-def parts_of(
-    operation: Operation, work: WorkMemory, memory: torch.Tensor, inputs: StepInputs
-) -> Sequence[Callable[[], Any]]:
+def parts_of(operation: Operation, work: WorkMemory, memory: torch.Tensor, inputs: StepInputs) -> Parts:
     """The calls that enqueue one operation on the current stream.
 
     Args:

@@ -130,17 +130,18 @@ class Pipeline:
         self._is_enqueueing = False
         keep_in_children(self)
 
-    def reserve(self, extents: Sequence[tuple[Layout, int]], phases: Sequence[Phase]) -> None:
-        """Allocates the ring that steps will need.
+    def reserve(self, extents: Sequence[tuple[Layout, int]], phases: Sequence[Phase], work_bytes: int) -> None:
+        """Allocates the ring and the work memory that steps will need.
 
         Args:
             extents: layout and elements of each extent that streams.
             phases: phases of the rule.
+            work_bytes: bytes of the work memory.
 
         Raises:
             RuntimeError: if the GPU has too little memory; see `StagingRing.grow`.
         """
-        need = ring_need(self._config, extents, phases)
+        need = ring_need(self._config, extents, phases, work_bytes)
         if need is not None:
             with ENQUEUE_LOCK, torch.cuda.device(self.queues.device):
                 self.queues.begin()

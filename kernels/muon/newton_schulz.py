@@ -1,0 +1,85 @@
+"""Newton-Schulz iteration in given memory: the operations of torch.optim.Muon, which allocate nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from .reference import NewtonSchulz
+
+_ALIGNMENT = 512  # bytes; as torch's allocator, since cuBLAS chooses its kernels by alignment, too
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def scratch_bytes(param: torch.Tensor) -> int:
+    """Bytes beside the update itself: ``2mn + 4m^2`` for a matrix of ``m <= n``, and a norm.
+
+    Args:
+        param: parameter of two dimensions.
+    """
+    rows = min(param.shape)
+    return _aligned(2 * param.numel()) + 2 * _aligned(2 * rows * rows) + _ALIGNMENT
+
+
+class _Scratch:
+    """Arrays in given memory."""
+
+    def __init__(self, memory: torch.Tensor, shape: torch.Size) -> None:
+        numel, rows = shape.numel(), min(shape)
+        square = _aligned(2 * rows * rows)
+        self.matrix, memory = self._taken(memory, numel, _aligned(2 * numel))
+        gram, memory = self._taken(memory, rows * rows, square)
+        update, memory = self._taken(memory, rows * rows, square)
+        self.gram, self.update = gram.view(rows, rows), update.view(rows, rows)
+        self.norm = memory[:2].view(torch.bfloat16)[0]
+
+    @staticmethod
+    def _taken(memory: torch.Tensor, numel: int, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return memory[: 2 * numel].view(torch.bfloat16), memory[nbytes:]
+
+
+def newton_schulz_parts(matrix: torch.Tensor, memory: torch.Tensor, settings: NewtonSchulz) -> list[Callable[[], Any]]:
+    """Calls that orthogonalise a matrix in place, three for each iteration and a few around them.
+
+    They are those of ``torch.optim._muon._zeropower_via_newtonschulz``: same operations, shapes, strides
+    and order, so the same bits. Results alternate between the matrix and the scratch, so that the last
+    one is the matrix. Where the matrix has another memory order than its result (it is tall, or its
+    columns are contiguous), the last result is copied.
+
+    Args:
+        matrix: ``[m, n]`` bfloat16 without gaps, updated in place.
+        memory: uint8, `scratch_bytes` of it.
+        settings: of the iteration.
+    """
+    a, b, c = settings.coefficients
+    scratch = _Scratch(memory, matrix.shape)
+    other = scratch.matrix.as_strided(matrix.shape, matrix.stride())
+    if matrix.shape[0] > matrix.shape[1]:
+        matrix, other = matrix.T, other.T
+    wide = [buffer.as_strided(matrix.shape, (matrix.shape[1], 1)) for buffer in (matrix, other)]
+    is_in_order = matrix.is_contiguous()
+    place = int((settings.steps % 2 == 1) == is_in_order) if settings.steps else 0
+    x = (matrix, other)[place]
+    norm, gram, update = scratch.norm, scratch.gram, scratch.update
+    parts: list[Callable[[], Any]] = [
+        partial(torch.linalg.vector_norm, matrix, 2, out=norm),
+        partial(torch.clamp, norm, min=settings.eps, out=norm),
+        partial(torch.div, matrix, norm, out=x),
+    ]
+    for _ in range(settings.steps):
+        place = 1 - place
+        parts += [
+            partial(torch.mm, x, x.T, out=gram),
+            partial(torch.addmm, gram, gram, gram, beta=b, alpha=c, out=update),
+            partial(torch.addmm, x, update, x, beta=a, out=wide[place]),
+        ]
+        x = wide[place]
+    if settings.steps and not is_in_order:
+        parts.append(partial(matrix.copy_, x))
+    return parts
