@@ -35,7 +35,7 @@ _NEAREST = 0x80000000  # a threshold in the middle: rounds to the nearest
 
 
 class Format(NamedTuple):
-    """How the elements of one state key are stored.
+    """Stored format of one state key.
 
     Attributes:
         name: name of the format in kernels, a compile-time constant there.
@@ -162,8 +162,8 @@ def _mix(bits: Any) -> Any:
 def rounding_thresholds(rounding: Rounding, numel: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Random thresholds for rounding the first and the second moment.
 
-    A value is rounded up if the part to be rounded off and ``threshold / 2^32``, both in units of
-    the last place, add up to at least 1.
+    In units of the last place, a value is rounded up if the part to be rounded off and
+    ``threshold / 2^32`` add up to at least 1.
 
     The generator is counter-based. Seed, parameter and step are hashed to a key of 64 bits, and
     each element hashes the sum of that key and its offset. So thresholds of successive steps are

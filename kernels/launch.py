@@ -32,9 +32,10 @@ the piece's first element. The state start is in elements from the state pointer
 """
 
 ARRAY_COLUMNS = TABLE_COLUMNS + 2
-"""Columns for rules with an operation between two phases. The two further columns are the address
-of the piece in the operation's array, in bytes, and in the lower half the bits of the parameter's
-float32 scalar.
+"""Columns for rules with an operation between two phases.
+
+The first of two further columns is the address in bytes of the piece in the operation's array. The
+lower half of the second has the bits of the parameter's float32 scalar.
 """
 
 NAME_OF_DTYPE = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -143,7 +144,7 @@ def _ensure_writable_cache() -> None:
     """Gives Triton a private cache folder until this process exits, if its own cannot be used.
 
     For a user without HOME and without an entry in the users' database, Triton's own would be a
-    folder called ``~`` below the current one. Compiled code of whoever made it would be loaded.
+    folder called ``~`` below the current one. Another user may have put compiled code there.
     """
     folder = os.environ.get("TRITON_CACHE_DIR")
     if not folder:

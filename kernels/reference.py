@@ -32,7 +32,7 @@ class Scratch(threading.local):
     """Buffers for the elements updated at a time, one set a thread, so that steps allocate none."""
 
     def __init__(self) -> None:
-        # Whatever default device and inference mode the first caller has.
+        # Made for all callers, with any default device and inference mode.
         with torch.inference_mode(False):
             self.fp32 = [torch.empty(BLOCK_NUMEL, dtype=torch.float32, device="cpu") for _ in range(5)]
             self.fp64 = [torch.empty(BLOCK_NUMEL, dtype=torch.float64, device="cpu") for _ in range(2)]
@@ -45,9 +45,9 @@ def fma_(a: torch.Tensor, b: float, c: torch.Tensor, out: torch.Tensor) -> torch
     """``out = fma(a, b, c)`` in float32, rounded once.
 
     The product of two float32 numbers is exact in float64, but the sum may not be. If float64
-    rounds a sum to a number half way between two float32 numbers, it is not known any more on which
-    side of that the exact sum is, and a second rounding may go the wrong way. This is frequent with
-    8-bit moments, which have few bits. Such sums are first moved to their exact side.
+    rounds a sum to a number half way between two float32 numbers, it has lost the side of the exact
+    sum, and a second rounding may go the wrong way. This is frequent with 8-bit moments, which have
+    few bits. Such sums are first moved to the exact side.
     """
     total, product = (buffer[: a.numel()] for buffer in scratch.fp64)
     total.copy_(c)

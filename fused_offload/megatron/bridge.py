@@ -74,7 +74,7 @@ class FusedOffloadOptimizerConfig(OptimizerConfig):
                 choice.
         """
         result = cls()
-        for name, value in vars(config).items():  # recipes also set attributes beside the fields
+        for name, value in vars(config).items():  # recipes also set attributes other than fields
             setattr(result, name, value)
         result.optimizer_cpu_offload = True
         result.optimizer_offload_fraction = fraction

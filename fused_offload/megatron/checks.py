@@ -107,7 +107,8 @@ def _check_fsdp(config: Any, ddp_config: Any) -> None:
     if bool(getattr(ddp_config, handed)) != bool(getattr(config, read)):
         raise ValueError(
             f"DistributedDataParallelConfig.{handed}={getattr(ddp_config, handed)}, but OptimizerConfig.{read}="
-            f"{getattr(config, read)}: Megatron-FSDP would leave gradients where no step reads them. Set both alike."
+            f"{getattr(config, read)}: Megatron-FSDP would leave gradients where no step reads them. Set both to the "
+            "same value."
         )
 
 

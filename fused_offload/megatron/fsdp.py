@@ -127,7 +127,8 @@ def _chunk_of(param: Any) -> Any:
     if part.start % row_numel or part.stop - part.start != sizes.numel():
         raise RuntimeError(
             f"Megatron-FSDP says that this rank has elements {part.start} to {part.stop} of a parameter of shape "
-            f"{tuple(param.shape)}, but its shard has shape {tuple(sizes)}."
+            f"{tuple(param.shape)}, but its shard has shape {tuple(sizes)}. Use a release that is listed in "
+            "docs/megatron.md."
         )
     return ChunkStorageMetadata(offsets=torch.Size((part.start // row_numel, *(0 for _ in sizes[1:]))), sizes=sizes)
 

@@ -10,7 +10,7 @@ from fused_offload.kernels.formats import FP32
 from fused_offload.state.convert import check_storable
 
 from .adam import inner_of
-from .refusal import refusal
+from .refusal import SAME_MODEL, refusal
 from .remainders import REFUSED_REMAINDERS, are_remainders
 
 
@@ -46,11 +46,12 @@ def _check(distributed: Any, state: Any) -> None:
             tensors, numel = state[index][dtype], buffer.numel_unpadded
             if tensors["numel_unpadded"] != numel:
                 raise ValueError(
-                    f"loaded state dict has {tensors['numel_unpadded']} elements in buffer {index}, here {numel}"
+                    f"loaded state dict has {tensors['numel_unpadded']} elements in buffer {index}, but this optimizer "
+                    f"has {numel}; {SAME_MODEL}"
                 )
             for key in ("param", "exp_avg", "exp_avg_sq"):
                 if not isinstance(tensors[key], torch.Tensor) or tensors[key].shape != (numel,):
-                    raise ValueError(f"loaded state dict has no tensor of {numel} elements as {key}")
+                    raise ValueError(f"loaded state dict has no tensor of {numel} elements as {key}; {SAME_MODEL}")
                 check_storable(key, FP32, tensors[key], nonnegative=key == "exp_avg_sq")
             if buffer.param_dtype == torch.bfloat16:
                 masters.append((tensors["param"], None))

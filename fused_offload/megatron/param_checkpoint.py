@@ -11,6 +11,7 @@ from fused_offload.kernels.formats import FP32, REMAINDER, join_remainder, split
 from fused_offload.state.convert import check_storable
 
 from .adam import MegatronAdam
+from .refusal import SAME_MODEL
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -55,18 +56,24 @@ def check_values(inner: MegatronAdam, param: torch.Tensor, values: Mapping[str, 
     """
     for key in (*_MOMENTS, "param"):
         if key not in values:
-            raise ValueError(f"loaded state dict lacks {key} of a parameter; it has {sorted(map(str, values))}")
+            raise ValueError(
+                f"loaded state dict lacks {key} of a parameter; it has {', '.join(sorted(map(str, values)))}. "
+                "It may be incomplete, or of another optimizer."
+            )
         value = values[key]
         if not isinstance(value, torch.Tensor):
             raise TypeError(f"loaded state dict has a {type(value).__name__} as {key}, not a tensor")
         if value.shape != param.shape:
             raise ValueError(
                 f"loaded state dict has {key} of shape {tuple(value.shape)}, but this rank's part of the parameter has "
-                f"{tuple(param.shape)}"
+                f"{tuple(param.shape)}; {SAME_MODEL}"
             )
         is_remainder = key == "param" and value.dtype == REMAINDER.dtype
         if is_remainder and not (inner.master_weights and param.dtype == torch.bfloat16):
-            raise TypeError(f"loaded state dict has 16-bit remainders of a {param.dtype} parameter's master weights")
+            raise TypeError(
+                f"loaded state dict has 16-bit remainders for a {param.dtype} parameter, but this optimizer needs fp32 "
+                "master weights: save it with OptimizerConfig.store_param_remainders=False"
+            )
         check_storable(key, REMAINDER if is_remainder else FP32, value, nonnegative=key == "exp_avg_sq")
 
 

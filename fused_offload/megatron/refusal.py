@@ -10,6 +10,9 @@ from typing import Any
 
 import torch
 
+SAME_MODEL = "load one that was saved from the same model with the same groups"
+"""Advice in the messages of refused loads."""
+
 _DAMAGE = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, RecursionError)
 """Errors that Megatron raises for a state dict that is incomplete or of another kind."""
 
@@ -22,8 +25,7 @@ def refusal(error: Exception) -> Exception:
     """
     if isinstance(error, _DAMAGE) or type(error) is RuntimeError:
         return ValueError(
-            f"The loaded state dict does not belong to this optimizer ({type(error).__name__}: {error}). Load one that "
-            "was saved from the same model with the same groups."
+            f"The loaded state dict does not belong to this optimizer ({type(error).__name__}: {error}); {SAME_MODEL}."
         )
     return error
 

@@ -13,7 +13,7 @@ from fused_offload.state.convert import check_storable
 
 from .adam import MegatronAdam
 from .param_checkpoint import refresh_megatrons_master
-from .refusal import refusal, tensors_in
+from .refusal import SAME_MODEL, refusal, tensors_in
 
 
 class UndistributedHooks:
@@ -97,7 +97,7 @@ class UndistributedHooks:
         if [len(group) for group in saved] != [len(group) for group in groups]:
             raise ValueError(
                 f"loaded state dict has master weights of {[len(group) for group in saved]} parameters in its groups, "
-                f"here {[len(group) for group in groups]}"
+                f"but this optimizer has {[len(group) for group in groups]}; {SAME_MODEL}"
             )
         for given, master in zip(itertools.chain(*saved), itertools.chain(*groups), strict=True):
             if not isinstance(given, torch.Tensor):
@@ -105,5 +105,6 @@ class UndistributedHooks:
             check_storable("master weights", FP32, given)
             if given.shape != master.shape:
                 raise ValueError(
-                    f"loaded state dict has master weights of shape {tuple(given.shape)}, here {tuple(master.shape)}"
+                    f"loaded state dict has master weights of shape {tuple(given.shape)}, but the parameter has "
+                    f"{tuple(master.shape)}; {SAME_MODEL}"
                 )

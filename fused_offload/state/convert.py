@@ -56,7 +56,10 @@ def check_storable(key: str, format: Format, value: torch.Tensor, *, nonnegative
     if not has_own_memory(value):
         raise TypeError(f"{key} should be a plain tensor, but got a {type(value).__name__}; dequantise it first")
     if not has_data(value):
-        raise ValueError(f"{key} of shape {tuple(value.shape)} has lost its memory (its storage was resized or freed)")
+        raise ValueError(
+            f"{key} of shape {tuple(value.shape)} has lost its memory (its storage was resized or freed); pass a "
+            "tensor with data"
+        )
     gathered = format.needs_param and value.dtype == torch.int32  # see torch_dcp.Wanted
     if format.needs_param != (value.dtype == REMAINDER.dtype or gathered):
         raise TypeError(
@@ -64,7 +67,10 @@ def check_storable(key: str, format: Format, value: torch.Tensor, *, nonnegative
             "parameter that it was split from. Use store_param_remainders as when it was written."
         )
     if gathered and not torch.equal(value, value.to(format.dtype).to(value.dtype)):
-        raise ValueError(f"{key} is kept as {format.dtype}, but got {value.dtype} values that do not fit")
+        raise ValueError(
+            f"{key} is kept as {format.dtype}, but got {value.dtype} values that do not fit; they should be remainders "
+            "from -32768 to 32767"
+        )
     if not format.needs_param and not value.dtype.is_floating_point:
         raise TypeError(f"{key} should be a floating point tensor, but got {value.dtype}")
     if nonnegative and value.numel() and value.detach().min() < 0:

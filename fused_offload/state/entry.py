@@ -318,7 +318,8 @@ class StateEntry(dict[str, torch.Tensor]):
         other.wait_and_rehome()
         if is_distributed(self.param) and is_distributed(other.param) and not same_sharding(self.param, other.param):
             raise ValueError(
-                f"State of a parameter with {sharding_of(other.param)} does not fit one with {sharding_of(self.param)}"
+                f"State of a parameter with {sharding_of(other.param)} does not fit one with "
+                f"{sharding_of(self.param)}. Shard both alike, or save a state dict and load it."
             )
         keys = [key for key in other if other.storage.is_set(key) or key in other._reshaped]
         if other._reshaped and MASTER_PARAM not in other._reshaped:

@@ -59,7 +59,7 @@ def _quantum(stored: Stored) -> torch.Tensor | float:
 
 
 def _half_away(master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The master rounded to a parameter, half away from zero as beside remainders for bfloat16."""
+    """The master rounded to a parameter: to bfloat16 half away from zero, as with remainders."""
     if dtype != torch.bfloat16:
         return master.to(dtype)
     bits = master.contiguous().view(torch.int32)

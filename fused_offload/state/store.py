@@ -164,7 +164,7 @@ class StateStore:
         """Gives every wanted parameter its storage.
 
         Storage is laid out for all known parameters at once, in their order. So the state of a
-        layout is consecutive, whatever the order of requests.
+        layout is consecutive in any order of requests.
 
         Args:
             wanted: parameters that need storage now.

@@ -27,7 +27,7 @@ _CPU = torch.device("cpu")
 
 
 class Devices:
-    """Pipelines of CUDA devices, and the CPU beside them.
+    """Pipelines of CUDA devices, and the CPU.
 
     Attributes:
         pipelines: pipeline of each CUDA device, made when it is first needed.

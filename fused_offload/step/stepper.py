@@ -135,7 +135,7 @@ class Stepper:
         self.prefetch(sum(block.nbytes for block in self.devices.window()) + more_bytes)
 
     def window_seconds(self, assumed_bytes_per_s: float) -> float:
-        """Time of the last prefetch; before a first one, that of all state at an assumed speed."""
+        """Time of the last prefetch; before a first one, the time of all state at a given speed."""
         measured = self.devices.prefetch_seconds()
         if measured is not None:
             return measured

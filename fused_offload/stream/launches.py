@@ -102,7 +102,7 @@ class Launches:
 
     @property
     def compiled_for(self) -> Any:
-        """Arguments that the kernels of all chunks are compiled for, beside those of the plan."""
+        """Arguments that the kernels of all chunks are compiled for, apart from the plan's."""
         rule, scaler = self._inputs.rule, self._inputs.scaler
         by_group = [(group, rule.compiled_values(values)) for group, values in self._inputs.values.items()]
         return list(self._aligned), rule.numerics, by_group, scaler.found_inf is None, scaler.grad_scale is None

@@ -39,7 +39,7 @@ class ScalerInputs(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """All that a step needs beside its plan.
+    """All that a step needs apart from its plan.
 
     Attributes:
         rule: the update rule.

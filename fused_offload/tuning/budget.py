@@ -77,7 +77,10 @@ class Training:
             ValueError: for remainders of parameters that have none.
         """
         if self.master == "remainder" and self.param_dtype != "bf16":
-            raise ValueError("a remainder needs bf16 parameters: it is the half of the master that they do not hold")
+            raise ValueError(
+                f"a remainder needs bf16 parameters, whose master it completes, but they are {self.param_dtype}: use "
+                "another master"
+            )
         formats: dict[str, Format] = {
             "exp_avg": EXP_AVG_FORMATS[STORED_DTYPES[self.exp_avg]],
             "exp_avg_sq": EXP_AVG_SQ_FORMATS[STORED_DTYPES[self.exp_avg_sq]],

@@ -48,7 +48,7 @@ def _count(options: argparse.Namespace) -> int:
         return count_config(options.config)
     missing = [f"--{name}" for name in MEGATRON_SIZES if name not in sizes]
     if missing:
-        raise ValueError(f"Megatron's sizes lack {', '.join(missing)}")
+        raise ValueError(f"Megatron's sizes lack {', '.join(missing)}; give them, too, or the count with --params")
     return Decoder(
         layers=options.layers,
         hidden=options.hidden,

@@ -172,7 +172,9 @@ def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
 def head_dim_of(hidden: int, heads: int) -> int:
     """Default width of a head."""
     if hidden % heads:
-        raise ValueError(f"a width of {hidden} is not a multiple of {heads} heads, and no width of a head is given")
+        raise ValueError(
+            f"a width of {hidden} is not a multiple of {heads} heads, and no width of a head (head_dim) is given"
+        )
     return hidden // heads
 
 

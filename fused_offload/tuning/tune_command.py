@@ -104,7 +104,9 @@ def _check(options: argparse.Namespace) -> None:
         built = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
         raise ValueError(f"there is no CUDA GPU to measure ({built}); fused-offload doctor says more")
     if options.device >= torch.cuda.device_count():
-        raise ValueError(f"there is no CUDA device {options.device}; {torch.cuda.device_count()} are visible")
+        raise ValueError(
+            f"there is no CUDA device {options.device}: --device should be from 0 to {torch.cuda.device_count() - 1}"
+        )
     if importlib.util.find_spec("triton") is None:
         raise ValueError("the GPU's kernels need Triton: pip install triton")
     if options.plot is not None and importlib.util.find_spec("matplotlib") is None:
@@ -118,7 +120,7 @@ def _check_plot(path: Path) -> None:
     if not folder.is_dir():
         raise ValueError(f"--plot {path}: there is no folder {folder}")
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise ValueError(f"--plot {path} cannot be written")
+        raise ValueError(f"--plot {path} cannot be written: give a path that this user may write to")
 
 
 def _check_profile(file_name: str) -> None:
