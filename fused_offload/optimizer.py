@@ -34,7 +34,7 @@ from fused_offload.state.store import StateStore
 from fused_offload.step.grad_scaler import scaler_inputs
 from fused_offload.step.step_report import StepReport
 from fused_offload.step.stepper import Stepper
-from fused_offload.stream.queues import CurrentStreams
+from fused_offload.stream.queues import CurrentStreams, copies_keep_their_order
 from fused_offload.stream.step_inputs import ScalerInputs
 
 from .config import OffloadConfig
@@ -247,7 +247,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=self.use_decoupled_grad)
                 scaler = self._scaler_inputs(grad_scaler, updates)
                 if not scaler.skipped_on_host():
-                    self._stepper.step(self.param_groups, updates, scaler, rule, self._params_with_state)
+                    self._stepper.step(
+                        self.param_groups,
+                        updates,
+                        scaler,
+                        rule,
+                        self._params_with_state,
+                        hold_window=self.is_attached and copies_keep_their_order(),
+                    )
             return loss
         finally:
             self._stepper.devices.cancel_prefetch()  # unused in a skipped or refused step
@@ -715,6 +722,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def cancel_prefetch(self) -> None:
         """Discards prefetched copies; the host copy stays authoritative."""
+        self._stepper.devices.write_back_window()
         self._stepper.devices.cancel_prefetch()
 
     def window_seconds(self, assumed_bytes_per_s: float) -> float:
@@ -736,6 +744,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def allocation_retries(self) -> int:
         """Times that torch's allocator ran out of memory on those devices and retried."""
         return sum(stats["num_alloc_retries"] for stats in self._stepper.devices.allocators())
+
+    def _write_back_window(self) -> None:
+        if not cuda_driver.is_capturing():
+            self._stepper.devices.write_back_window()
 
     def _current_streams(self) -> CurrentStreams:
         return CurrentStreams(self._stepper.devices.pipelines)

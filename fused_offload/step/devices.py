@@ -84,15 +84,16 @@ class Devices:
         """Closes an open step that gets no further part."""
         self._step_is_open = False
 
-    def enqueue(self, prepared: Sequence[tuple[Pipeline, PreparedStep]]) -> None:
+    def enqueue(self, prepared: Sequence[tuple[Pipeline, PreparedStep]], *, hold_window: bool = False) -> None:
         """Enqueues a step on CUDA devices.
 
         Args:
             prepared: result of `prepare`.
+            hold_window: leave the write-back of windows to `write_back_window`.
         """
         for pipeline, step in prepared:
             with torch.cuda.device(pipeline.queues.device), profiler_range("stream"):
-                pipeline.enqueue(step, self._steps)
+                pipeline.enqueue(step, self._steps, hold_window=hold_window)
             pipeline.queues.end()
 
     def run_on_cpu(self, plan: StepPlan, inputs: StepInputs) -> None:
@@ -118,6 +119,7 @@ class Devices:
 
     def last_step_report(self) -> StepReport | None:
         """The latest completed step, or None."""
+        self.write_back_window()
         logs = {device: pipeline.log for device, pipeline in self.pipelines.items()}
         numbers = {number for log in logs.values() for number in log.numbers() if number > self._reported}
         if self._step_is_open:
@@ -170,8 +172,14 @@ class Devices:
                 self._pipeline(device).window.prefetch(here)
                 self._pipeline(device).prefetch_host_seconds += time.perf_counter() - began
 
+    def write_back_window(self) -> None:
+        """Enqueues the write-back of windows that were held; see [Note: held window] in `pipeline.py`."""
+        for pipeline in self.pipelines.values():
+            pipeline.write_back_window()
+
     def window(self) -> tuple[WindowBlock, ...]:
-        """Blocks that are on a GPU or on their way there."""
+        """Blocks that are on a GPU or on their way there, for the next step."""
+        self.write_back_window()
         return tuple([block for pipeline in self.pipelines.values() for block in pipeline.window.blocks])
 
     def prefetch_seconds(self) -> float | None:
@@ -180,9 +188,9 @@ class Devices:
         return max([known for known in seconds if known is not None], default=None)
 
     def cancel_prefetch(self) -> None:
-        """Discards prefetched blocks."""
+        """Discards prefetched blocks. A window that was held is none: it is the state."""
         for pipeline in self.pipelines.values():
-            pipeline.window.cancel()
+            pipeline.cancel_prefetch()
 
     def allocators(self) -> list[dict[str, Any]]:
         """Statistics of torch's allocator on the devices in use that have any."""
@@ -206,8 +214,9 @@ class Devices:
 
     def release(self) -> None:
         """Frees the rings and windows of all devices."""
+        self.write_back_window()
         for pipeline in self.pipelines.values():
-            pipeline.window.cancel()
+            pipeline.cancel_prefetch()
             pipeline.queues.release()
 
     def close(self) -> None:

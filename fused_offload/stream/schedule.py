@@ -6,7 +6,7 @@ are in `pipeline.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fused_offload.memory.staging_ring import Slot
@@ -112,25 +112,23 @@ def launch_window(chunks: Sequence[WindowChunk], ops: StreamOps) -> None:
 
 
 def write_back_window(
-    chunks: Iterable[WindowChunk], ops: StreamOps, written: Callable[[WindowBlock, Event], None]
+    chunks: list[WindowChunk], ops: StreamOps, computed: Event, written: Callable[[WindowChunk, Event], None]
 ) -> None:
-    """Enqueues the write-back of chunks in the window, behind everything else.
-
-    See [Note: window last].
+    """Enqueues the write-back of window chunks, behind everything else; see [Note: window last].
 
     Args:
-        chunks: chunks whose kernels are enqueued.
+        chunks: chunks whose kernels are enqueued. Each is removed behind its write-back, so a call
+            that was interrupted can be made again.
         ops: queues of the device.
-        written: called with a chunk's block and the event of its write-back, right after each
-            write-back is enqueued.
+        computed: event behind the kernels.
+        written: called with each chunk and the event of its write-back, before it is removed.
     """
-    computed = None
-    for chunk in chunks:
-        if computed is None:
-            computed = ops.record(ops.compute)
-            ops.wait(ops.d2h, computed)
+    ops.wait(ops.d2h, computed)
+    while chunks:
+        chunk = chunks[0]
         ops.copy_to_host(chunk.loaded.slot, chunk.to_host)
-        written(chunk.loaded.block, ops.record(ops.d2h))
+        written(chunk, ops.record(ops.d2h))
+        del chunks[0]
 
 
 def stream_chunks(
