@@ -100,6 +100,8 @@ SUITES = {
     "step": "Whole step, state in host memory",
     "tensors": "Many small tensors",
     "resident": "Nothing offloaded",
+    "muon-4096": "Muon, matrices of 4,096 and 11,008",
+    "muon-2048": "Muon, matrices of 2,048 and 8,192",
     "drift": "Two hundred steps in a row",
     "peers": "The same step by others",
     "sweep": "Chunk size and depth, ms",
