@@ -1,4 +1,4 @@
-"""Optimizers with their state in pinned host memory, at the speed of the link: Adam, Lion and Muon."""
+"""Adam, Lion and Muon with their state in pinned host memory, at the speed of the link."""
 
 from __future__ import annotations
 

@@ -20,16 +20,16 @@ class FusedOffloadMuon(OffloadOptimizer):
     The update of a matrix is its momentum, orthogonalised by a Newton-Schulz iteration (Jordan et
     al. 2024, https://kellerjordan.github.io/posts/muon/). The momentum streams through the GPU in
     chunks, then the iteration works on the whole matrix in work memory, then masters and parameters
-    follow in chunks. The arithmetic is that of ``torch.optim.Muon``, bit for bit on a GPU: for float32
-    parameters, and for bfloat16 parameters with a bfloat16 momentum and without masters.
+    follow in chunks. The arithmetic is that of ``torch.optim.Muon``, bit for bit on a GPU: for
+    float32 parameters, and for bfloat16 parameters with a bfloat16 momentum and without masters.
 
-    It is for the matrices of hidden layers. Give embeddings, the output layer, norms and biases to a
-    `FusedOffloadAdam`; both share the staging memory (docs/muon.md).
+    It is for the matrices of hidden layers. Give embeddings, the output layer, norms and biases to
+    a `FusedOffloadAdam`; both share the staging memory (docs/muon.md).
 
-    Differs from ``torch.optim.Muon`` in three ways. The dtype of the momentum is ``momentum_dtype``,
-    not that of the gradients. With a bfloat16 momentum and ``nesterov=False`` torch normalises the
-    momentum that it stores, by mistake; here it stays as it is. A learning rate tensor on a GPU is
-    multiplied in float32.
+    Differs from ``torch.optim.Muon`` in three ways. The dtype of the momentum is
+    ``momentum_dtype``, not that of the gradients. With a bfloat16 momentum and ``nesterov=False``
+    torch normalises the momentum that it stores, by mistake; here it stays as it is. A learning
+    rate tensor on a GPU is multiplied in float32.
 
     Gradients are only read: under a gradient scaler, unscaled gradients are not written back.
 
@@ -44,8 +44,8 @@ class FusedOffloadMuon(OffloadOptimizer):
         ns_coefficients: coefficients of the iteration's polynomial.
         eps: smallest norm that a momentum is divided by.
         ns_steps: iterations, less than 100.
-        adjust_lr_fn: scale of the learning rate for a matrix ``[A, B]``: ``"original"`` (also None),
-            ``sqrt(max(1, A / B))``; ``"match_rms_adamw"``, ``0.2 sqrt(max(A, B))``;
+        adjust_lr_fn: scale of the learning rate for a matrix ``[A, B]``: ``"original"`` (also
+            None), ``sqrt(max(1, A / B))``; ``"match_rms_adamw"``, ``0.2 sqrt(max(A, B))``;
             ``"spectral_unclamped"``, ``sqrt(A / B)``.
         momentum_dtype: stored dtype of the momentum, float32 or bfloat16.
         master_weights: keep ``master_param``, the copy of each parameter that updates apply to.

@@ -762,7 +762,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._wait_for_state()
 
     def reserve_gpu_memory(self) -> None:
-        """Takes the GPU staging, and work memory of operations on whole parameters, now instead of at the first step.
+        """Allocates the GPU's ring and work memory now instead of at the first step.
 
         Raises:
             RuntimeError: if the GPU has too little memory; names the need and the smallest staging

@@ -1,4 +1,6 @@
-"""Muon: torch.optim.Muon <- the plain torch phases <- the kernels; any chunks on any device; checkpoints."""
+"""Muon: torch.optim.Muon <- the plain torch phases <- the kernels; any chunks on any device;
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -111,7 +113,7 @@ def in_order(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
-# -- torch.optim.Muon ------------------------------------------------------------------------------------------------
+# -- torch.optim.Muon ------------------------------------------------------------------------------
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
@@ -167,7 +169,8 @@ def test_masters_get_the_bits_of_float32_parameters_in_torch(name: str) -> None:
 def oracle_step(
     param: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor, *, lr: float = 0.02, decay: float = 0.1
 ) -> torch.Tensor:
-    """A default step of a 16-bit parameter without a master in float64, rounded where torch rounds on a GPU.
+    """A default step of a 16-bit parameter without a master in float64, rounded where torch rounds
+    on a GPU.
 
     Returns:
         The momentum. torch on a CPU rounds the learning rate of such parameters to 16 bits.
@@ -220,7 +223,7 @@ def test_a_stored_momentum_is_not_normalised() -> None:
     )
 
 
-# -- Newton-Schulz ---------------------------------------------------------------------------------------------------
+# -- Newton-Schulz ---------------------------------------------------------------------------------
 
 
 def orthogonalised(matrix: torch.Tensor, settings: NewtonSchulz = DEFAULT) -> torch.Tensor:
@@ -278,9 +281,11 @@ def newton_schulz64(matrix: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("shape", [(64, 64), (96, 256), (256, 96), (33, 500)], ids=str)
 def test_newton_schulz_flattens_the_spectrum(shape: tuple[int, int], device: str) -> None:
-    """Singular values of well-conditioned matrices end near 1, and not far from those of the same steps in float64.
+    """Singular values of well-conditioned matrices end near 1, and not far from those of the same
+    steps in float64.
 
-    Elements may be far off: rounding moves singular vectors of close singular values. So this bounds norms.
+    Elements may be far off: rounding moves singular vectors of close singular values. So this
+    bounds norms.
     """
     left, _, right = torch.linalg.svd(randn(shape, 3), full_matrices=False)
     matrix = left @ torch.diag(torch.linspace(0.2, 1.0, min(shape))) @ right
@@ -290,11 +295,12 @@ def test_newton_schulz_flattens_the_spectrum(shape: tuple[int, int], device: str
     assert values.max() < 1.5
     exact = newton_schulz64(matrix.bfloat16())
     rows = min(shape)
-    assert torch.linalg.norm(found.double() - exact) < 0.05 * rows**0.5  # Frobenius; that of `exact` is about its root
+    # The Frobenius norm; that of `exact` is about its root.
+    assert torch.linalg.norm(found.double() - exact) < 0.05 * rows**0.5
     assert (values - torch.linalg.svdvals(exact)).abs().max() < 0.1
 
 
-# -- the kernels -----------------------------------------------------------------------------------------------------
+# -- the kernels -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -360,7 +366,9 @@ def scalars_of(setup: Setup, lr: Any = 0.02) -> Any:
 
 
 class Memory:
-    """Everything that both phases read and write for a few pieces, in memory that is full of random bits elsewhere."""
+    """Everything that both phases read and write for a few pieces, in memory that is full of random
+    bits elsewhere.
+    """
 
     def __init__(self, setup: Setup, *, shift: int = 0) -> None:
         self.setup, self.shift = setup, shift
@@ -447,7 +455,9 @@ class Memory:
 
 
 def both(setup: Setup, device: torch.device, *, started: bool, shift: int = 0) -> tuple[Memory, Memory]:
-    """The same memory twice, for the kernels and for the reference, before or after a first step."""
+    """The same memory twice, for the kernels and for the reference, before or after a first
+    step.
+    """
     expected = Memory(setup, shift=shift)
     if started:
         expected.reference_phases()
@@ -503,7 +513,8 @@ def test_signals_and_a_bounded_launch(setup: Setup, kernel_device: torch.device)
 
 @typical
 @first_or_later
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, of inf * 0
+# NumPy warns of inf * 0.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 def test_a_skipped_step_changes_no_value(setup: Setup, started: bool, kernel_device: torch.device) -> None:
     """State that no step wrote before gets its initial value, which later steps read."""
     actual, expected = both(setup, kernel_device, started=started)
@@ -531,7 +542,7 @@ def test_the_compiler_takes_what_the_interpreter_takes(kernel: str, format: str,
     assert run.stdout.count("lines of PTX") == 2
 
 
-# -- any chunks, on any device ---------------------------------------------------------------------------------------
+# -- any chunks, on any device ---------------------------------------------------------------------
 
 
 def whole_step(
@@ -602,7 +613,9 @@ def on(device: Device, values: torch.Tensor) -> torch.Tensor:
 
 
 def steps(device: Device, kept: Kept, **offload: Any) -> list[Snapshot]:
-    """Steps with gradients missing and a learning rate that changes, then some of which the device skips one."""
+    """Steps with gradients missing and a learning rate that changes, then some of which the device
+    skips one.
+    """
     optimizer = make([on(device, param) for param in tensors(0, kept.dtype)], kept, offload=offload)
     for number in range(6):
         grads = tensors(1 + number, kept.dtype)
@@ -639,7 +652,9 @@ def skipped_first(device: Device) -> list[Snapshot]:
 
 
 def beside_adam(device: Device) -> list[Snapshot]:
-    """Matrices and other parameters in two optimizers on one ring, which each of them makes grow."""
+    """Matrices and other parameters in two optimizers on one ring, which each of them makes
+    grow.
+    """
     matrices = make([on(device, param) for param in tensors(0, torch.float32)], KEPT["fp32"])
     others = FusedOffloadAdam(device.params(), offload=OffloadConfig(chunk_bytes=3000, depth=3))
     for number in range(4):
@@ -685,7 +700,7 @@ def test_an_interrupt_at_any_call_fails_the_step_until_a_load(calls: int) -> Non
     run_on_simulated_device(partial(interrupted, calls=calls), SCHEDULES[calls % len(SCHEDULES)])
 
 
-# -- memory ----------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def work_bytes(shape: tuple[int, int], arrays: int) -> int:
@@ -780,7 +795,7 @@ def test_parts_of_an_operation_are_made_once(monkeypatch: pytest.MonkeyPatch) ->
     run_on_simulated_device(scenario, SCHEDULES[0])
 
 
-# -- edges -----------------------------------------------------------------------------------------------------------
+# -- edges -----------------------------------------------------------------------------------------
 
 
 def test_a_zero_gradient_decays_only(device: str) -> None:
@@ -891,7 +906,7 @@ def test_a_learning_rate_on_the_device() -> None:
     torch.testing.assert_close(params[0], params[1], rtol=1e-5, atol=1e-6)
 
 
-# -- bad input -------------------------------------------------------------------------------------------------------
+# -- bad input -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -962,7 +977,7 @@ def test_parameters_that_stop_being_matrices_are_refused() -> None:
         optimizer.step()
 
 
-# -- checkpoints -----------------------------------------------------------------------------------------------------
+# -- checkpoints -----------------------------------------------------------------------------------
 
 
 @kinds_of_state

@@ -104,7 +104,7 @@ def _step_tensor(step: int) -> torch.Tensor:
 
 
 def pack_for_torch(param_groups: Sequence[dict[str, Any]], state: StateMapping, rule: UpdateRule) -> dict[str, Any]:
-    """Packs state in torch's layout, without masters, with ``step`` beside each parameter's state where it counts.
+    """Packs state in torch's layout, without masters; with ``step`` if torch's optimizer counts.
 
     Args:
         param_groups: the optimizer's groups.

@@ -45,7 +45,7 @@ def in_order(first: Sequence[Chunk], second: Sequence[Chunk]) -> tuple[list[Chun
     A parameter's operation runs between its first and its second phase. Meanwhile the second phase
     of the previous parameter and the first phase of the next one run beside it. So the link is busy
     during an operation, and the arrays of two parameters are in use at a time. Large parameters
-    come first, because behind the last operation only copies are left.
+    come first, since only copies are left behind the last operation.
 
     Args:
         first: chunks of the first phase.
@@ -83,7 +83,7 @@ def in_order(first: Sequence[Chunk], second: Sequence[Chunk]) -> tuple[list[Chun
 
 
 def _largest_first(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Chunks by the size of their largest segment; those of one segment stay together, and in order."""
+    """Chunks by the size of their largest segment; chunks of one segment stay in order."""
     numels: dict[int, int] = {}
     for chunk in chunks:
         for piece in chunk.pieces:

@@ -82,6 +82,8 @@ class StepPlan:
 
 
 class _TwoPhases(NamedTuple):
+    """As the fields of `StepPlan`."""
+
     chunks_on: dict[torch.device, list[Chunk]]
     operations: dict[torch.device, list[Operation]]
     work: dict[torch.device, WorkMemory]
@@ -168,7 +170,7 @@ class Planner:
     def _in_two_phases(
         self, segments: Sequence[Segment], params: Sequence[torch.Tensor], phases: Sequence[Phase]
     ) -> _TwoPhases:
-        """Chunks of both phases of some parameters on each device, and the operations between them."""
+        """Chunks of both phases of some parameters, and the operations between them, by device."""
         operation = phases[0].then
         assert operation is not None
         found = _TwoPhases({}, {}, {})
@@ -192,7 +194,7 @@ class Planner:
 
         Args:
             places: parameters and the places of their state.
-            groups: index of each one's parameter group.
+            groups: index of each parameter's group.
             phases: the rule's phases.
         """
         if len(phases) == 1 or not places:

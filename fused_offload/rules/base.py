@@ -85,7 +85,7 @@ class Phase(NamedTuple):
         return self.reads | self.writes
 
     def of(self, stored: Mapping[str, Stored]) -> Mapping[str, Stored]:
-        """The arrays of its own keys."""
+        """The arrays of the phase's own keys."""
         keys = self.keys
         return stored if stored.keys() <= keys else {key: array for key, array in stored.items() if key in keys}
 
@@ -121,7 +121,7 @@ class UpdateRule(Protocol):
         settings: names of a group's hyperparameters.
         foreign_settings: settings of torch's optimizer that are dropped from loaded groups.
         numerics: name of the numerics that kernels are compiled for.
-        counts_steps: whether torch's optimizer keeps the number of steps beside each parameter.
+        counts_steps: True if torch's optimizer keeps a step count in each parameter's state.
         phases: passes over the state, in order: one, or two with an operation between them.
     """
 
@@ -151,7 +151,7 @@ class UpdateRule(Protocol):
 
     @property
     def counts_steps(self) -> bool:
-        """Whether torch's optimizer keeps the number of steps."""
+        """True if torch's optimizer keeps a step count in each parameter's state."""
 
     @property
     def phases(self) -> tuple[Phase, ...]:

@@ -57,7 +57,7 @@ MOMENTUM_FORMATS = {torch.float32: FP32, torch.bfloat16: BF16}
 """Stored format of the momentum, by its dtype."""
 
 _MOMENTUM = "momentum_buffer"
-_MOST_STEPS = 100  # torch refuses as many
+_MOST_STEPS = 100  # exclusive, as in torch
 
 
 def check_momentum_dtype(momentum_dtype: Any, optimizer: str) -> None:
@@ -160,16 +160,16 @@ class MuonRule:
         self.check_group(group)
 
     def check_param(self, param: torch.Tensor) -> None:
-        """Takes whole matrices.
+        """Refuses all but whole matrices.
 
         Raises:
-            ValueError: for anything else; names the optimizer to use.
+            ValueError: for another parameter; the message says which optimizer to use.
         """
         if param.ndim != 2:
             raise ValueError(
                 f"Muon only supports 2D parameters whereas we found a parameter with size: {tuple(param.shape)}. Give "
-                "it to a FusedOffloadAdam of its own, which shares the staging memory; so with embeddings and the "
-                "output layer, which are 2D and no matrices of a hidden layer."
+                "it to a FusedOffloadAdam, which shares the staging memory. Do the same with embeddings and the output "
+                "layer, which are 2D, but not matrices of a hidden layer."
             )
         if is_distributed(param) and not all(placement.is_replicate() for placement in param._spec.placements):  # type: ignore[attr-defined]
             raise ValueError(
@@ -237,7 +237,7 @@ class MuonRule:
         return values._replace(lr=lr_on(values.lr, device))
 
     def compiled_values(self, values: MuonScalars) -> tuple[Any, ...]:
-        """Dtype of a learning rate tensor, kinds of interpolation, and the settings of Newton-Schulz."""
+        """Dtype of a learning rate tensor, kinds of interpolation, settings of Newton-Schulz."""
         look_ahead = values.look_ahead
         return (
             values.lr.dtype if isinstance(values.lr, torch.Tensor) else None,

@@ -57,8 +57,8 @@ class PlannedExtent:
     """An extent that is not allocated yet.
 
     Attributes:
-        layout: common properties of its parameters.
-        numel: elements, a multiple of `ALIGNMENT`.
+        layout: common properties of the parameters.
+        numel: number of elements, a multiple of `ALIGNMENT`.
     """
 
     layout: Layout
@@ -66,12 +66,12 @@ class PlannedExtent:
 
 
 class PlannedPlace(NamedTuple):
-    """Place of a parameter's state, which need not be allocated yet.
+    """Place of a parameter's state, which may not be allocated yet.
 
     Attributes:
         param: the parameter.
-        extent: storage.
-        start: first element in it.
+        extent: storage of the state.
+        start: first element in the extent.
     """
 
     param: torch.Tensor
@@ -136,7 +136,7 @@ class StateStore:
             )
 
     def planned(self, known: Sequence[torch.Tensor]) -> list[PlannedPlace]:
-        """Places of parameters with elements, once all known ones have their storage.
+        """Places of the parameters with elements, once all known parameters have storage.
 
         Args:
             known: all parameters that will need storage, in group order.

@@ -145,7 +145,7 @@ class Devices:
         Args:
             extents: layout and number of elements of each extent.
             phases: phases of the rule.
-            work: memory of the operations on each device.
+            work: work memory of the operations on each device.
         """
         streamed = [(layout, n) for layout, n in extents if not layout.resident]
         for device in sorted(({layout.device for layout, _ in streamed} | work.keys()) - {_CPU}, key=str):

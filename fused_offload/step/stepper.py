@@ -65,12 +65,12 @@ class Stepper:
         self._part_planners.clear()
 
     def reserve(self, param_groups: Sequence[dict[str, Any]], params: Sequence[torch.Tensor], rule: UpdateRule) -> None:
-        """Takes the GPU memory of steps in which all of these parameters have a gradient.
+        """Allocates rings and work memory for steps with gradients of all of these parameters.
 
         Args:
             param_groups: the optimizer's groups.
             params: parameters that get state.
-            rule: the arithmetic.
+            rule: the update rule.
 
         Raises:
             RuntimeError: if a GPU has too little memory.

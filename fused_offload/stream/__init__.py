@@ -4,7 +4,7 @@ Streams and events are used in this room only.
 
 May import `plan` and what it imports.
 
-Invariants, as titled notes in `pipeline`; the last one is in `queues`:
+Invariants, as titled notes in `pipeline`; the last two are in `queues`:
     - slot reuse
     - work memory
     - next step reads what this one wrote
@@ -16,4 +16,5 @@ Invariants, as titled notes in `pipeline`; the last one is in `queues`:
     - grads are inputs
     - all or nothing
     - interrupted runs
+    - turns
 """

@@ -129,7 +129,7 @@ class DevicePlan:
         return views[key]
 
     def parts(self, operation: Operation, work: Slot, inputs: StepInputs) -> Parts:
-        """The calls that enqueue an operation, made anew where the memory or compiled values have changed.
+        """The calls that enqueue an operation, kept until work memory or compiled values change.
 
         Args:
             operation: one of `operations`.

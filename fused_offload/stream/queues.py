@@ -16,7 +16,7 @@ from fused_offload.memory.staging_ring import ENQUEUE_LOCK, RingNeed, Slot, Stag
 from .copies import Copy
 
 TURN_BYTES = 32 * 2**20
-"""Bytes after which the copies of one direction go on in the other stream of that direction."""
+"""Bytes after which copies of one direction continue on the other stream of that direction."""
 
 
 class DeviceQueues:
@@ -29,8 +29,8 @@ class DeviceQueues:
         ring: the device's staging ring.
         h2d: stream of copies to the device.
         d2h: stream of copies to the host.
-        h2d_turns: stream that takes turns with ``h2d``, see [Note: turns].
-        d2h_turns: stream that takes turns with ``d2h``.
+        h2d_turns: stream that takes turns with ``h2d``; see [Note: turns].
+        d2h_turns: stream that takes turns with ``d2h``; see [Note: turns].
     """
 
     _of_device: ClassVar[weakref.WeakValueDictionary[torch.device, DeviceQueues]] = weakref.WeakValueDictionary()
@@ -157,11 +157,11 @@ class CudaOps:
     ) -> Iterator[tuple[Copy, int]]:
         """Pieces of copies, each with the raw handle of its stream.
 
-        [Note: turns] A GPU runs the copies of one direction one after the other, and those of one
-        stream without a break. A small copy of another stream, such as that of ``loss.item()``,
-        would wait for all of them. Where two streams take turns, it waits for one piece. Each piece
-        waits for the one before it, and the first stream for the last piece, so its events stand
-        for all copies.
+        [Note: turns] A GPU runs the copies of one direction one after another, and those of one
+        stream without a break. A small copy on another stream, such as that of ``loss.item()``,
+        would wait for all of them. If two streams take turns, it waits for one piece only. Each
+        piece waits for the previous one, and the first stream waits for the last piece. So events
+        of the first stream cover all copies.
         """
         stream, other, left = first, second, TURN_BYTES
         for host_address, slot_offset, nbytes in copies:

@@ -1,1 +1,1 @@
-"""Muon as torch.optim.Muon computes it: specification in plain torch, Newton-Schulz, kernels, launches."""
+"""Muon as in torch.optim.Muon: specification in plain torch, Newton-Schulz, kernels, launches."""

@@ -1,4 +1,4 @@
-"""Both phases of a Muon step for many parameters, one launch each, in Triton."""
+"""The Muon kernels, one for each phase: a launch serves any number of parameters of one chunk."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from fused_offload.kernels.formats_triton import (
 from fused_offload.kernels.launch_triton import piece_of_program, typed_pointer
 
 COLUMNS = tl.constexpr(8)
-"""Columns of the address table; `launch.ARRAY_COLUMNS`."""
+"""Columns of the address table, `launch.ARRAY_COLUMNS`."""
 
 
 @triton.jit
 def _lerp(start, end, weight, rest, SMALL: tl.constexpr):
-    """Torch's ``lerp``: from the start for a small weight, else from the end."""
+    """Torch's ``lerp``: computed from the start for a small weight, else from the end."""
     if SMALL:
         return tl.fma(end - start, weight, start)
     else:
-        # Not the negated difference: Triton 3.6 computes 0 - x, which makes +0 of 0.
+        # Not the negated difference: Triton 3.6 computes 0 - x, which gives +0 for +0.
         return tl.fma((end - start) * -1.0, rest, end)
 
 
@@ -44,7 +44,7 @@ def _momentum_block(
     look_ahead_weight,
     look_ahead_rest,
     grad_scale,
-    skip,  # bool, leave the momentum as it is
+    skip,  # bool, keep the momentum
     GRAD: tl.constexpr,
     MOMENTUM: tl.constexpr,
     INIT_MOMENTUM: tl.constexpr,
@@ -70,9 +70,10 @@ def _momentum_block(
         m = load_state(momentum_ptr, None, start, numel, offsets, mask, MOMENTUM, MASKED, BLOCK)
     m_new = _lerp(m, g, zero + weight, zero + rest, SMALL)
     if CAN_SKIP:
-        # Reached with skip set only where the momentum was never written: it gets its initial value.
+        # Reached with skip set only where the momentum was never written: it gets its initial
+        # value.
         m_new = tl.where(skip, m, m_new)
-    if MOMENTUM == "bf16":  # the update is made of what is stored
+    if MOMENTUM == "bf16":  # the update is computed from the stored value
         m_new = bf16_to_fp32(fp32_to_bf16(m_new))
     store_state(momentum_ptr, None, start, numel, offsets, m_new, lane, mask, MOMENTUM, False, MASKED, BLOCK)
     u = m_new
@@ -91,7 +92,7 @@ def _update_block(
     numel,  # elements of this block that exist
     decay,
     scale,
-    skip,  # bool, leave everything as it is
+    skip,  # bool, keep all values
     PARAM: tl.constexpr,
     MASTER: tl.constexpr,
     INIT_MASTER: tl.constexpr,
@@ -116,10 +117,10 @@ def _update_block(
     p = tl.fma(o, zero + scale, p)
     p_model_new = p
     if CAN_SKIP:
-        # Reached with skip set only where state was never written: it gets its initial value.
+        # Reached with skip only under WRITE_ON_SKIP: it writes the present or initial values.
         p = tl.where(skip, p_before, p)
-        # Not p: a rounded master need not round to the parameter that was rounded from the exact
-        # value.
+        # Not p: a rounded master may not round to the present parameter, which was rounded from the
+        # exact value.
         p_model_new = tl.where(skip, p_model, p_model_new)
     store_params(
         param_ptr, master_ptr, master_scale_ptr, start, numel, lane, mask, p_model_new, p, PARAM, MASTER, MASKED, BLOCK
@@ -128,8 +129,8 @@ def _update_block(
 
 _OF_ANY_VALUE = ("rows", "blocks")
 _OF_ANY_ALIGNMENT = ("lr_ptr", "grad_scale_ptr", "found_inf_ptr")
-"""Arguments that differ between the launches of a step, or belong to the caller. The one kernel
-that is compiled before the first launch must serve all of them."""
+"""Arguments that differ between launches or belong to the caller. They are not specialized, so that
+the kernel that is compiled before the first launch serves all launches."""
 
 
 @triton.jit(do_not_specialize=_OF_ANY_VALUE, do_not_specialize_on_alignment=_OF_ANY_ALIGNMENT)
@@ -165,8 +166,8 @@ def momentum_kernel(
     write = True
     if CAN_SKIP:
         skip = tl.load(found_inf_ptr) != 0.0
-        # A momentum that no earlier step wrote is written even by a skipped step: the slot holds
-        # leftovers, and is copied back.
+        # A momentum that no earlier step wrote is written by a skipped step, too: otherwise
+        # leftovers in the slot would be copied back.
         if not INIT_MOMENTUM:
             write = not skip
     if write:
@@ -202,7 +203,7 @@ def update_kernel(
     master_scale_ptr,  # [numel / 128] float32 or None, updated in place
     decay,
     weight_decay,
-    lr_ptr,  # [1] any float dtype or None; then decay is computed here, and scales are multiplied by it
+    lr_ptr,  # [1] any float dtype or None; replaces decay, multiplies scales
     found_inf_ptr,  # [1] float32 or None; nonzero skips the step
     PARAM: tl.constexpr,
     MASTER: tl.constexpr,
@@ -212,8 +213,8 @@ def update_kernel(
 ):
     """Second phase: orthogonal updates and masters in, parameters and masters out."""
     CAN_SKIP: tl.constexpr = found_inf_ptr is not None
-    # State that no earlier step wrote, or that is written without being read, is written even by a
-    # skipped step: the slot holds leftovers, and is copied back.
+    # State that no earlier step wrote, or that is written without being read, is written by a
+    # skipped step, too: otherwise leftovers in the slot would be copied back.
     WRITE_ON_SKIP: tl.constexpr = INIT_MASTER or (PARAM == "fp32" and MASTER != "none")
     PARAM_BYTES: tl.constexpr = 4 if PARAM == "fp32" else 2
 

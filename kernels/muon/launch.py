@@ -82,12 +82,13 @@ def momentum_phase_(
     Args:
         table: ``[>= rows, 8]`` int64 on the parameters' device, see `launch.ARRAY_COLUMNS`.
             Gradients behind its addresses are only read, arrays are written.
-        rows: pieces, at least 1.
+        rows: number of pieces, at least 1.
         programs: sum of `programs_of` over the pieces.
-        state: stored momentum on the parameters' device, updated in place at the rows' state starts.
+        state: stored momentum on the parameters' device, updated in place at the rows' state
+            starts.
         scalars: hyperparameters.
-        kind: dtypes and a bound on the launch.
-        signals: gradient scaler's signals on the parameters' device.
+        kind: dtypes and most programs.
+        signals: a gradient scaler's signals on the parameters' device.
     """
     momentum_kernel[kind.grid(programs)](**_momentum_arguments(table, rows, programs, state, scalars, kind, signals))
 
@@ -106,14 +107,14 @@ def update_phase_(
     `reference.update_phase_` specifies it.
 
     Args:
-        table: as for `momentum_phase_`. Parameters behind its addresses are updated in place, arrays
-            are only read.
-        rows: pieces, at least 1.
+        table: as for `momentum_phase_`. Parameters behind its addresses are updated in place,
+            arrays are only read.
+        rows: number of pieces, at least 1.
         programs: sum of `programs_of` over the pieces.
         state: stored masters on the parameters' device, updated in place at the rows' state starts.
         scalars: hyperparameters.
-        kind: dtypes and a bound on the launch.
-        signals: gradient scaler's signals on the parameters' device.
+        kind: dtypes and most programs.
+        signals: a gradient scaler's signals on the parameters' device.
     """
     update_kernel[kind.grid(programs)](**_update_arguments(table, rows, programs, state, scalars, kind, signals))
 
@@ -121,17 +122,19 @@ def update_phase_(
 def compile_momentum_phase(
     table: torch.Tensor, state: MuonState, scalars: MuonScalars, kind: LaunchKind, signals: ScalerSignals
 ) -> None:
-    """Compiles and loads the kernel that `momentum_phase_` launches with such arguments, and cuBLAS.
+    """Compiles and loads the kernel that `momentum_phase_` launches with such arguments.
+
+    Also loads cuBLAS, whose first product allocates memory for the stream.
 
     Args:
         table: any int64 tensor on the device.
-        state: state of the formats to compile for.
-        scalars: only the kinds of interpolation matter.
+        state: state in the formats to compile for.
+        scalars: hyperparameters; only the kinds of interpolation matter.
         kind: dtypes.
-        signals: only which of them are None matters.
+        signals: a gradient scaler's signals; only which of them are None matters.
     """
     compile_and_load(momentum_kernel, _momentum_arguments(table, 1, 1, state, scalars, kind, signals))
-    if table.is_cuda:  # its first product takes memory for the stream
+    if table.is_cuda:
         matrix = torch.zeros(8, 8, dtype=torch.bfloat16, device=table.device)
         torch.mm(matrix, matrix)
 
@@ -143,9 +146,9 @@ def compile_update_phase(
 
     Args:
         table: any int64 tensor on the device.
-        state: state of the formats to compile for.
-        scalars: only whether ``lr`` is a tensor, and of which dtype, matters.
+        state: state in the formats to compile for.
+        scalars: hyperparameters; only the type and dtype of ``lr`` matter.
         kind: dtypes.
-        signals: only which of them are None matters.
+        signals: a gradient scaler's signals; only which of them are None matters.
     """
     compile_and_load(update_kernel, _update_arguments(table, 1, 1, state, scalars, kind, signals))

@@ -1,4 +1,4 @@
-"""Newton-Schulz iteration in given memory: the operations of torch.optim.Muon, which allocate nothing."""
+"""Newton-Schulz iteration as in torch.optim.Muon, but in given memory: it allocates nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from .reference import NewtonSchulz
 
-_ALIGNMENT = 512  # bytes; as torch's allocator, since cuBLAS chooses its kernels by alignment, too
+_ALIGNMENT = 512  # bytes, as in torch's allocator, since cuBLAS chooses kernels by alignment
 
 
 def _aligned(nbytes: int) -> int:
@@ -18,17 +18,17 @@ def _aligned(nbytes: int) -> int:
 
 
 def scratch_bytes(param: torch.Tensor) -> int:
-    """Bytes beside the update itself: ``2mn + 4m^2`` for a matrix of ``m <= n``, and a norm.
+    """Bytes of scratch memory: ``2mn + 4m^2`` for a matrix with ``m <= n``, and a norm.
 
     Args:
-        param: parameter of two dimensions.
+        param: parameter with two dimensions.
     """
     rows = min(param.shape)
     return _aligned(2 * param.numel()) + 2 * _aligned(2 * rows * rows) + _ALIGNMENT
 
 
 class _Scratch:
-    """Arrays in given memory."""
+    """Arrays of the iteration in given memory."""
 
     def __init__(self, memory: torch.Tensor, shape: torch.Size) -> None:
         numel, rows = shape.numel(), min(shape)
@@ -47,15 +47,15 @@ class _Scratch:
 def newton_schulz_parts(matrix: torch.Tensor, memory: torch.Tensor, settings: NewtonSchulz) -> list[Callable[[], Any]]:
     """Calls that orthogonalise a matrix in place, three for each iteration and a few around them.
 
-    They are those of ``torch.optim._muon._zeropower_via_newtonschulz``: same operations, shapes, strides
-    and order, so the same bits. Results alternate between the matrix and the scratch, so that the last
-    one is the matrix. Where the matrix has another memory order than its result (it is tall, or its
-    columns are contiguous), the last result is copied.
+    They are those of ``torch.optim._muon._zeropower_via_newtonschulz``: same operations, shapes,
+    strides and order, so the same bits. Results alternate between the matrix and the scratch, so
+    that the last one is the matrix. Where the matrix has another memory order than its result (it
+    is tall, or its columns are contiguous), the last result is copied.
 
     Args:
         matrix: ``[m, n]`` bfloat16 without gaps, updated in place.
         memory: uint8, `scratch_bytes` of it.
-        settings: of the iteration.
+        settings: settings of the iteration.
     """
     a, b, c = settings.coefficients
     scratch = _Scratch(memory, matrix.shape)

@@ -1,4 +1,4 @@
-"""Both phases of a Muon step in plain torch: specification of the kernels, and the step on the CPU."""
+"""The phases of a Muon step in plain torch: specification of the kernels, and the CPU step."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class Interpolation(NamedTuple):
 
     @property
     def is_small(self) -> bool:
-        """True if torch starts from the start instead of the end, which is more exact."""
+        """True if torch computes from the start instead of the end, which is more exact."""
         return abs(self.weight) < 0.5
 
 
 class NewtonSchulz(NamedTuple):
-    """Settings of the iteration.
+    """Settings of the Newton-Schulz iteration.
 
     Attributes:
-        coefficients: of ``x``, of its third and of its fifth power.
+        coefficients: coefficients of ``x``, of its third and of its fifth power.
         eps: smallest norm that a matrix is divided by.
         steps: number of iterations.
     """
@@ -63,7 +63,7 @@ class MuonScalars(NamedTuple):
         look_ahead: interpolation of the gradient to the momentum, or None without Nesterov's.
         newton_schulz: settings of the iteration.
         adjust_lr_fn: scale of the learning rate by the shape of a matrix, see `lr_ratio`.
-        step: number of the step, from 1; nothing depends on it.
+        step: number of the step, counted from 1; nothing depends on it.
     """
 
     lr: float | torch.Tensor
@@ -95,7 +95,7 @@ def muon_scalars(
         nesterov: interpolate between gradient and momentum.
         newton_schulz: settings of the iteration.
         adjust_lr_fn: key of `lr_ratio`.
-        step: number of this step, from 1.
+        step: number of this step, counted from 1.
     """
     return MuonScalars(
         lr=lr if isinstance(lr, torch.Tensor) else float(lr),
@@ -110,7 +110,7 @@ def muon_scalars(
 
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
-"""Values of ``adjust_lr_fn``; torch has the last one from 2.14 on."""
+"""Values of ``adjust_lr_fn``; torch has the last one since 2.14."""
 
 
 def lr_ratio(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
@@ -129,20 +129,23 @@ def lr_ratio(shape: Sequence[int], adjust_lr_fn: str | None) -> float:
 
 
 def update_scale(shape: Sequence[int], scalars: MuonScalars) -> float:
-    """Factor of a matrix's update, float32: minus its learning rate, or minus its ratio beside a tensor."""
+    """Float32 factor of a matrix's update: minus learning rate times `lr_ratio`.
+
+    If the learning rate is a tensor, minus `lr_ratio`; the kernel multiplies it by the tensor.
+    """
     ratio = lr_ratio(shape, scalars.adjust_lr_fn)
     return round_fp32(-ratio if isinstance(scalars.lr, torch.Tensor) else -(scalars.lr * ratio))
 
 
 class MuonState(NamedTuple):
-    """Stored state of one run of elements in one of the phases, and the parts of it that are still unset.
+    """Stored state of consecutive elements in one phase, and the parts of it that are not set yet.
 
     Attributes:
         momentum: momentum; None in the second phase.
-        master_param: master weights, their 16-bit remainder, or None if the parameter is its own
+        master_param: master weights or their 16-bit remainder; None if the parameter is its own
             master, and in the first phase.
         init_momentum: take the momentum as zero instead of reading it.
-        init_master: take the parameter as the master instead of reading that.
+        init_master: take the parameter as the master instead of reading it.
     """
 
     momentum: Stored | None
@@ -170,7 +173,7 @@ def momentum_phase_(
     grad_scale: float | None = None,
     counter: int = 0,
 ) -> None:
-    """First phase on CPU: the momentum, and the update that Newton-Schulz is going to orthogonalise.
+    """First phase on CPU: the momentum, and the update that Newton-Schulz will orthogonalise.
 
     With torch's ``lerp`` in float32, a multiply-add rounded once, per element::
 
@@ -184,7 +187,7 @@ def momentum_phase_(
         scalars: hyperparameters.
         array: ``[numel]`` bfloat16, written.
         scalar: not read.
-        grad_scale: gradients are divided by it first.
+        grad_scale: divides the gradients first, or None.
         counter: not read.
     """
     momentum = state.momentum
@@ -210,7 +213,7 @@ def momentum_phase_(
 def _lerp(
     start: torch.Tensor, end: torch.Tensor, by: Interpolation, gap: torch.Tensor, out: torch.Tensor
 ) -> torch.Tensor:
-    """``out = start + weight * (end - start)``, from the nearer end, as ATen's ``Lerp.h`` and compiled with fma."""
+    """``start + weight * (end - start)``, from the nearer end, as ATen's ``Lerp.h`` with fma."""
     torch.sub(end, start, out=gap)
     return fma_(gap, by.weight, start, out=out) if by.is_small else fma_(gap, -by.rest, end, out=out)
 
