@@ -142,7 +142,8 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stepper, "blocks_of", lambda extents: blocks_of(extents, CHUNK_BYTES))
     monkeypatch.setattr(backward_step, "PART_BYTES", 1000)
     monkeypatch.setattr(queues, "TURN_BYTES", 1000)
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # windows are held where a model drives them
+    # Windows are held where a model drives them.
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 @contextlib.contextmanager

@@ -54,7 +54,7 @@ class Prefetching(Protocol):
         """Bytes of state that is on the GPU or on its way there."""
 
     def _write_back_window(self) -> None:
-        """Enqueues the write-back of a window that the last step held."""
+        """Enqueues the write-back of a window that the last step holds."""
 
     def _current_streams(self) -> Streams:
         """The current streams of the devices in use."""

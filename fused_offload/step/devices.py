@@ -173,7 +173,7 @@ class Devices:
                 self._pipeline(device).prefetch_host_seconds += time.perf_counter() - began
 
     def write_back_window(self) -> None:
-        """Enqueues the write-back of windows that were held; see [Note: held window] in `pipeline.py`."""
+        """Enqueues the write-back of held windows; see [Note: held window] in `pipeline.py`."""
         for pipeline in self.pipelines.values():
             pipeline.write_back_window()
 
@@ -188,7 +188,7 @@ class Devices:
         return max([known for known in seconds if known is not None], default=None)
 
     def cancel_prefetch(self) -> None:
-        """Discards prefetched blocks. A window that was held is none: it is the state."""
+        """Discards prefetched blocks, but not held windows, whose values are the state."""
         for pipeline in self.pipelines.values():
             pipeline.cancel_prefetch()
 

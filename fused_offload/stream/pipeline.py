@@ -29,9 +29,9 @@ and with it the step.
 
 [Note: held window] With CUDA_DEVICE_MAX_CONNECTIONS=1 all copies of one direction run in the order
 in which they were enqueued, so turns ([Note: turns] in `queues.py`) do not help: a flag that a
-training loop reads behind the step would wait for the window. Where the passes of a model drive the
-window, its write-back is enqueued by the next forward pass then, and before that by whoever looks
-at the state. Until then the window is the state.
+training loop reads behind the step would wait for the window. So an attached optimizer holds the
+window, and the next forward pass enqueues its write-back. Whoever needs the state earlier does so
+before. Until then the window's values are the state, not those of the host.
 
 [Note: window memory] A block's memory is allocated on the current stream. This has to be the stream
 of the forward pass, whose memory pool is the only one that activations return to. So the H2D stream
@@ -274,10 +274,10 @@ class Pipeline:
         self._is_enqueueing = False
 
     def write_back_window(self) -> None:
-        """Enqueues the write-back of a window that was held, if one is.
+        """Enqueues the write-back of a held window, if there is one.
 
-        Whoever looks at the window, reads state or begins a step calls this first. It can be called
-        again after an interrupt: what it has not finished is still held.
+        All that looks at the window, reads state or begins a step calls this first. A call after an
+        interrupt continues with the chunks that are left.
         """
         if self._held is not None:
             with ENQUEUE_LOCK, torch.cuda.device(self.queues.device):
@@ -293,7 +293,7 @@ class Pipeline:
         self._held = None
 
     def cancel_prefetch(self) -> None:
-        """Discards prefetched blocks, and a window that a failed step has left half-way."""
+        """Discards prefetched blocks, and a held window of a step that failed."""
         if self._is_enqueueing:
             self._held = None
         if self._held is None:

@@ -94,7 +94,7 @@ class DeviceQueues:
 def copies_keep_their_order() -> bool:
     """True if all copies of one direction run in the order in which they were enqueued.
 
-    The driver then keeps them in one queue, whatever their streams wait for.
+    The driver then has one queue for the copies of all streams.
     """
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 

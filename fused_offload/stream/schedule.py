@@ -117,8 +117,8 @@ def write_back_window(
     """Enqueues the write-back of window chunks, behind everything else; see [Note: window last].
 
     Args:
-        chunks: chunks whose kernels are enqueued. Each is removed behind its write-back, so a call
-            that was interrupted can be made again.
+        chunks: chunks whose kernels are enqueued. Each is removed behind its write-back, so that an
+            interrupted call can be repeated.
         ops: queues of the device.
         computed: event behind the kernels.
         written: called with each chunk and the event of its write-back, before it is removed.
