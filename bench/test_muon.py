@@ -1,4 +1,6 @@
-"""Muon's step with its state in host memory, against the same step without offload, plain copies, and others."""
+"""Muon's step with its state in host memory, against the same step without offload, plain copies,
+and others.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def matrices(width: int, ffn: int, scale: Scale, device: torch.device) -> list[t
 
 
 def emerging_optimizers(params: list[torch.nn.Parameter]) -> Any:
-    """The Muon that Megatron-Core uses. It takes matrices in float32 only, so it has copies of them."""
+    """The Muon that Megatron-Core uses. It takes matrices in float32 only, so it has copies of
+    them.
+    """
     optimizer_class = import_peer("emerging_optimizers.orthogonalized_optimizers", "Muon")
     masters = []
     for param in params:

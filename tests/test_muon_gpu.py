@@ -1,4 +1,6 @@
-"""Muon on a GPU: the bits of torch.optim.Muon for any chunks, memory, gradient scalers, checkpoints, other streams."""
+"""Muon on a GPU: the bits of torch.optim.Muon for any chunks, memory, gradient scalers,
+checkpoints, other streams.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +102,7 @@ def of_torch(dtype: torch.dtype, settings: tuple[tuple[str, Any], ...] = ()) -> 
     return outcome(train(torch.optim.Muon(map(torch.nn.Parameter, tensors(0, dtype)), **dict(settings)), dtype))
 
 
-# -- bits --------------------------------------------------------------------------------------------------------------
+# -- bits ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fraction", FRACTIONS)
@@ -216,7 +218,7 @@ def test_newton_schulz_gives_the_bits_of_torch(shape: tuple[int, int], steps: in
             helpers.assert_same_bits(array, wanted, f"offset {offset}")
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory ----------------------------------------------------------------------------------------
 
 
 def rise(action: Callable[[], Any]) -> int:
@@ -230,7 +232,9 @@ def rise(action: Callable[[], Any]) -> int:
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_extra_memory_is_the_ring_and_the_work_memory(fraction: float) -> None:
-    """As reported and as the formula says; a steady step takes no more than what reductions need."""
+    """As reported and as the formula says; a steady step takes no more than what reductions
+    need.
+    """
     shapes = [(1024, 4096)] * 4 + [(512, 512)]
     params = [torch.nn.Parameter(param) for param in tensors(0, torch.bfloat16, shapes)]
     torch.mm(params[0], params[0].T)  # cuBLAS has its memory
@@ -284,7 +288,7 @@ def test_work_memory_that_does_not_fit_is_refused_with_numbers() -> None:
     optimizer.close()
 
 
-# -- gradient scalers, checkpoints -------------------------------------------------------------------------------------
+# -- gradient scalers, checkpoints -----------------------------------------------------------------
 
 
 def test_a_gradient_scaler_skips_on_the_device() -> None:
