@@ -18,11 +18,12 @@ from fused_offload.checkpoint.torch_dcp import is_dummy_step, wanted_state_dict
 from fused_offload.kernels.formats import REMAINDER, Format
 from fused_offload.model_hooks.auto_prefetch import AutoPrefetch, check_attach_arguments
 from fused_offload.model_hooks.backward_step import BackwardSteps, refuse_scaler, stepped_params
+from fused_offload.params import placement
 from fused_offload.params.dense import is_frozen
-from fused_offload.params.dtensors import is_offloaded_by_fsdp
+from fused_offload.params.dtensors import is_distributed, is_offloaded_by_fsdp, local_of
 from fused_offload.params.tracker import Updates
 from fused_offload.params.validation import check_params
-from fused_offload.plan.transfer_settings import config_of_two_phases
+from fused_offload.plan.transfer_settings import check_params_on_host, config_of_two_phases
 from fused_offload.rules.arguments import MASTER_FORMATS, check_dtypes, check_master_dtype, check_switches
 from fused_offload.rules.base import MASTER_PARAM, UpdateRule, check_phases
 from fused_offload.state.entry import StateEntry
@@ -31,6 +32,7 @@ from fused_offload.state.master_weights import refresh_master
 from fused_offload.state.memory_report import MemoryReport, memory_report
 from fused_offload.state.param_state import StateHooks
 from fused_offload.state.store import StateStore
+from fused_offload.step.clipping import GradFactors, HostGrad, total_norm
 from fused_offload.step.grad_scaler import scaler_inputs
 from fused_offload.step.step_report import StepReport
 from fused_offload.step.stepper import Stepper
@@ -133,6 +135,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._steps_before_removal: dict[int, tuple[dict[str, Any], int]] = {}  # by id of the group
         self._closed = False
         self._warned_cpu_shards = False
+        self._grad_factors = GradFactors()
         self._warned_of_group = True  # until all groups are there
         self._attachment: AutoPrefetch | None = None
         self._backward_steps: BackwardSteps | None = None
@@ -191,12 +194,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
         rule = self._rule()
         for param in params:
             rule.check_param(param)
-        if not self._warned_cpu_shards and any(map(is_offloaded_by_fsdp, params)):
+        if any(placement.placement_of(param).on_host for param in params):
+            check_params_on_host(self.offload, rule.phases, type(self).__name__)
+        elif not self._warned_cpu_shards and any(is_offloaded_by_fsdp(p) and local_of(p).numel() for p in params):
             self._warned_cpu_shards = True
             warnings.warn(
-                "FSDP keeps these parameters in host memory (CPUOffloadPolicy), so the optimizer steps them there, "
-                "several times slower than on the GPU. It offloads its state itself: leave CPUOffloadPolicy out unless "
-                "the parameters do not fit either.",
+                "FSDP keeps these parameters in host memory that is not page-locked, so the optimizer steps them on "
+                "the CPU, many times slower than on the GPU. Shard with CPUOffloadPolicy(pin_memory=True).",
                 stacklevel=4,
             )
 
@@ -246,6 +250,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 rule = self._checked_rule()
                 updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=self.use_decoupled_grad)
                 scaler = self._scaler_inputs(grad_scaler, updates)
+                factors = self._grad_factors.of(self._host_grads()) if self._grad_factors else ()
                 if not scaler.skipped_on_host():
                     self._stepper.step(
                         self.param_groups,
@@ -254,6 +259,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                         rule,
                         self._params_with_state,
                         hold_window=self.is_attached and copies_keep_their_order(),
+                        grad_factors=factors,
                     )
             return loss
         finally:
@@ -334,6 +340,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: drop them; otherwise they are set to zero in place.
         """
+        self._grad_factors.forget()
         if self._backward_steps is not None:
             self._backward_steps.drop_grads()
         if not self.use_decoupled_grad:
@@ -347,6 +354,71 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _grad_of(self, param: torch.Tensor) -> torch.Tensor | None:
         return getattr(param, "decoupled_grad", None) if self.use_decoupled_grad else param.grad
+
+    @torch._disable_dynamo
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """Clips all gradients by their global norm, as ``torch.nn.utils.clip_grad_norm_`` does.
+
+        For gradients in host memory (FSDP's ``CPUOffloadPolicy``) the GPU does the arithmetic: it
+        reads each gradient once, and the next `step` multiplies what it reads by the factor,
+        rounded as torch rounds it. So ``.grad`` itself stays as it is. Norm and training are those
+        of the same run with parameters on the GPU and torch's function, bit for bit where gradients
+        lie at multiples of 16 bytes there. Elsewhere torch adds up the same squares in another
+        order; for n elements of a gradient both norms are within a factor ``1 + n * 2**-24`` of the
+        exact one before they are rounded to the gradients' dtype, and mostly much closer.
+
+        Call it right before `step`. `zero_grad` and new gradients end its effect.
+
+        Args:
+            max_norm: norm above which gradients are scaled down.
+            norm_type: order of the norm, ``float("inf")`` for the largest magnitude.
+            error_if_nonfinite: refuse NaN and infinities; waits for the GPU.
+            foreach: as in torch.
+
+        Returns:
+            Norm of all gradients before clipping, on the device of the first; a ``DTensor`` if the
+            gradients are.
+
+        Raises:
+            RuntimeError: for a norm that is not finite, with ``error_if_nonfinite``; for gradients
+                that were changed after an earlier call.
+        """
+        grads, hosted = self._grads(), self._host_grads()
+        if not hosted and not self.use_decoupled_grad:
+            return torch.nn.utils.clip_grad_norm_(
+                self._all_params(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach
+            )
+        if not grads:
+            return torch.tensor(0.0, device="cpu")
+        known = self._grad_factors.of(hosted)
+        norm = total_norm(grads, known, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
+        factor: Any = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+        for grad in grads:
+            if isinstance(grad, torch.Tensor):
+                grad.mul_(factor.to(grad.device))
+        if hosted:
+            self._grad_factors.add(hosted, factor.full_tensor() if is_distributed(factor) else factor)
+        return norm
+
+    def _grads(self) -> list[torch.Tensor | HostGrad]:
+        """Gradients of all parameters that have one, in group order."""
+        found: list[torch.Tensor | HostGrad] = []
+        for param in self._all_params():
+            grad = self._grad_of(param)
+            if grad is not None:
+                device, on_host = self._stepper.placement_of(param)
+                found.append(HostGrad(grad, device) if on_host else grad)
+        return found
+
+    def _host_grads(self) -> list[torch.Tensor]:
+        return [one.grad for one in self._grads() if isinstance(one, HostGrad)]
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ name of one that passed.
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import re
 import sys
@@ -39,6 +40,7 @@ from fused_offload import FusedOffloadAdam, FusedOffloadLion, OffloadConfig
 from fused_offload import optimizer as optimizer_module
 from fused_offload.checkpoint.torch_dcp import Wanted
 from fused_offload.model_hooks import backward_step
+from fused_offload.params import placement as device_placement
 
 FOLDER = Path()
 SCENARIOS: dict[str, Callable[[], None]] = {}
@@ -56,13 +58,13 @@ def scenario(function: Callable[[], None]) -> Callable[[], None]:
 
 
 class Block(torch.nn.Module):
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, odd: int = 1) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(width)
         self.qkv = torch.nn.Linear(width, 3 * width)
         self.out = torch.nn.Linear(width, width)
-        self.up = torch.nn.Linear(width, 2 * width + 1)
-        self.down = torch.nn.Linear(2 * width + 1, width, bias=False)
+        self.up = torch.nn.Linear(width, 2 * width + odd)
+        self.down = torch.nn.Linear(2 * width + odd, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
@@ -71,12 +73,12 @@ class Block(torch.nn.Module):
 
 
 class GPT(torch.nn.Module):
-    """With tied embeddings, a one-element gain that only one rank can have, and odd sizes."""
+    """With tied embeddings, a one-element gain that only one rank can have, and odd sizes or not."""
 
-    def __init__(self, width: int = 15, tokens: int = 31) -> None:
+    def __init__(self, width: int = 15, tokens: int = 31, odd: int = 1) -> None:
         super().__init__()
         self.embed = torch.nn.Embedding(tokens, width)
-        self.blocks = torch.nn.ModuleList(Block(width) for _ in range(2))
+        self.blocks = torch.nn.ModuleList(Block(width, odd) for _ in range(2))
         self.gain = torch.nn.Parameter(torch.ones(1))
         self.head = torch.nn.Linear(width, tokens, bias=False)
         self.head.weight = self.embed.weight
@@ -165,6 +167,7 @@ FORMATS: dict[str, Settings] = {
     "masters": {"master_weights": True, "exp_avg_dtype": torch.bfloat16, "exp_avg_sq_dtype": torch.float16},
     "remainders": {"master_weights": True, "store_param_remainders": True},
 }
+EIGHT_BIT = ("exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 # -- training --------------------------------------------------------------------------------------
@@ -488,7 +491,8 @@ def cpu_offload_policy() -> None:
             param._spec = copy.copy(param._spec)  # others share it
             param._spec.mesh = mesh
         optimizer = FusedOffloadAdam([{"params": params[:3]}, {"params": params[3:]}])
-    assert [str(warning.message).split("(")[1].split(")")[0] for warning in caught] == ["CPUOffloadPolicy"]
+    (warning,) = caught
+    assert "CPUOffloadPolicy(pin_memory=True)" in str(warning.message)
     for param in params:
         optimizer.initialize_state(param)
         assert optimizer.state[param]["exp_avg"].device.type == "cpu"
@@ -937,6 +941,87 @@ def steps_in_backward() -> None:
         optimizer.step()
         model.train()
         train(model, optimizer, range(5, 6))
+
+
+@contextmanager
+def stepped_by_a_device() -> Iterator[None]:
+    """Parameters of gloo ranks go through the GPU's pipeline, as those in the host memory of a mesh of GPUs do."""
+    from simulated_device import SimulatedDevice, installed
+
+    place = device_placement.Placement(torch.device("cpu"), on_host=True)
+    with pytest.MonkeyPatch.context() as patch, installed(SimulatedDevice(), patch):
+        patch.setattr(device_placement, "placement_of", lambda param: place)
+        yield
+        gc.collect()
+
+
+@scenario
+def parameters_on_the_host_of_a_device() -> None:
+    """Every format, clipped: the bits of parameters that are stepped where they are; checkpoints both ways."""
+
+    def clipped(model: torch.nn.Module, optimizer: FusedOffloadAdam, steps: range, norms: list[torch.Tensor]) -> None:
+        for step in steps:
+            loss_of(model, step).backward()
+            norms.append(optimizer.clip_grad_norm_(0.5))
+            with alone():
+                optimizer.step()
+            optimizer.zero_grad()
+
+    offload = OffloadConfig(chunk_bytes=30_000)
+    formats = {**FORMATS, "8 bits": {**FORMATS["remainders"], **dict.fromkeys(EIGHT_BIT, torch.uint8)}}
+    for name, settings in formats.items():
+        settings, options = {**settings, "offload": offload}, {"dtype": torch.float32}
+        if name != "plain":
+            options = {"dtype": torch.bfloat16}
+        expected, reference = gpt(**options), None
+        reference = adam(expected, **settings)
+        norms: list[torch.Tensor] = []
+        clipped(expected, reference, range(2), norms)
+        theirs = get_model_state_dict(expected), get_optimizer_state_dict(expected, reference)
+        full = StateDictOptions(full_state_dict=True)
+        whole = (
+            get_model_state_dict(expected, options=full),
+            get_optimizer_state_dict(expected, reference, options=full),
+        )
+        folder = FOLDER / f"{name} on {dist.get_world_size()} ranks"
+        dcp.save(dict(zip(("model", "optimizer"), theirs, strict=True)), checkpoint_id=folder / "theirs")
+        whole = copy.deepcopy(whole)
+        clipped(expected, reference, range(2, 4), norms)
+        with stepped_by_a_device():
+            model = gpt(**options)
+            optimizer = adam(model, **settings)
+            ours: list[torch.Tensor] = []
+            clipped(model, optimizer, range(2), ours)
+            state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            dcp.save(state, checkpoint_id=folder / "ours")
+            clipped(model, optimizer, range(2, 4), ours)
+            same_training(model, optimizer, expected, reference)
+            assert [norm.full_tensor().item() for norm in ours] == [norm.full_tensor().item() for norm in norms]
+            for source in ("theirs", "whole"):
+                other = gpt(seed=1, **options)
+                resumed = adam(other, **settings)
+                if source == "whole":
+                    load = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+                    set_model_state_dict(other, whole[0], options=load)
+                    set_optimizer_state_dict(other, resumed, whole[1], options=load)
+                else:
+                    load_sharded(other, resumed, folder / source)
+                clipped(other, resumed, range(2, 4), [])
+                same_training(other, resumed, expected, reference)
+                resumed.close()
+            optimizer.close()
+        other = gpt(seed=1, **options)
+        resumed = adam(other, **settings)
+        load_sharded(other, resumed, folder / "ours")
+        clipped(other, resumed, range(2, 4), [])
+        same_training(other, resumed, expected, reference)
+
+
+def load_sharded(model: torch.nn.Module, optimizer: FusedOffloadAdam, folder: Path) -> None:
+    target = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(target, checkpoint_id=folder)
+    set_model_state_dict(model, target["model"])
+    set_optimizer_state_dict(model, optimizer, target["optimizer"])
 
 
 @scenario

@@ -31,6 +31,7 @@ from fused_offload.memory import cuda_driver
 from fused_offload.memory.staging_ring import StagingRing
 from fused_offload.state.storage import Extent
 from fused_offload.step import devices
+from fused_offload.step.clipping import HostGrad
 from fused_offload.step.stepper import Stepper
 from fused_offload.stream.launches import Launches
 from fused_offload.stream.prefetch import Window
@@ -623,7 +624,7 @@ def installed(sim: SimulatedDevice, patch: pytest.MonkeyPatch) -> Iterator[None]
         patch.setattr(Stepper, "on_one_gpu", lambda self: True)
         make = Extent.__init__
         patch.setattr(Extent, "__init__", lambda *args, pin: make(*args, pin=True))
-        for owner in (Window, StagingRing, UploadBuffer, SkipCounter, Extent):
+        for owner in (Window, StagingRing, UploadBuffer, SkipCounter, Extent, HostGrad):
             patch.setattr(sys.modules[owner.__module__], "torch", _Torch(sim))
     with _DeferredOperations(sim) if sim.schedule is not None else contextlib.nullcontext():
         yield

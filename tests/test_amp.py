@@ -17,6 +17,8 @@ from helpers import Oracle, assert_same_bits, bits, no_host_sync, param_of, rand
 from torch import nn
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.params import placement
+from fused_offload.params.placement import Placement
 
 device = helpers.device
 
@@ -310,7 +312,10 @@ def test_skips_that_the_host_learns_late(device: str, change: str) -> None:
 )
 def test_one_gpu_skips_on_its_own(devices: tuple[str, ...], expected: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stepper = make("cpu")[0]._stepper
-    monkeypatch.setattr(stepper, "_watch", SimpleNamespace(devices={torch.device(name) for name in devices}))
+    params = [torch.ones(index + 1) for index in range(len(devices))]
+    placements = {len(param): Placement(torch.device(name), False) for param, name in zip(params, devices, strict=True)}
+    monkeypatch.setattr(placement, "placement_of", lambda param: placements[len(param)])
+    monkeypatch.setattr(stepper, "_watch", SimpleNamespace(params=params, generation=1))
     assert stepper.on_one_gpu() == expected
 
 

@@ -198,7 +198,7 @@ def train(
         write_backs.begin_step()
         previous = write_backs.before_copies
         ops.of_state = int(bool(chunks) and previous is not None)
-        event = stream_chunks(chunks, slots, ops, previous, in_window)
+        event = stream_chunks(chunks, slots, ops, previous, in_window).state
         if in_host_memory:
             launches = [partial(ops.kernel_in_host_memory, place) for place in in_host_memory]
             event = launch_in_host_memory(launches, ops, write_backs.before_kernels)
@@ -291,7 +291,7 @@ def test_a_streamed_chunk_waits_for_no_more_than_the_blocks_before_it(monkeypatc
         write_backs.begin_step()
         in_window = [window.chunk(place) for place in (0, 1)]
         chunks = [streamed(ops, slots, place) for place in (2, 3)]
-        event = stream_chunks(chunks, slots, ops, write_backs.before_copies, in_window)
+        event = stream_chunks(chunks, slots, ops, write_backs.before_copies, in_window).state
         write_backs.note_streamed(event, window.loaded)
 
         def note(chunk: WindowChunk, event: Any) -> None:

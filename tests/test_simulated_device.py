@@ -25,7 +25,7 @@ from helpers import Snapshot, assert_same_snapshot, snapshot
 pytest.importorskip("triton")
 
 import simulated_device
-from simulated_device import SCHEDULES, Schedule, Signal, SimulatedDevice
+from simulated_device import SCHEDULES, Memory, Schedule, Signal, SimulatedDevice
 from two_phases import Toy
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
@@ -33,8 +33,10 @@ from fused_offload.memory import cuda_driver
 from fused_offload.memory.staging_ring import StagingRing
 from fused_offload.model_hooks import backward_step
 from fused_offload.optimizer import OffloadOptimizer
+from fused_offload.params import placement
+from fused_offload.params.placement import Placement
 from fused_offload.plan.window_blocks import blocks_of
-from fused_offload.step import stepper
+from fused_offload.step import clipping, stepper
 from fused_offload.stream import pipeline, queues, step_upload
 from fused_offload.stream import skip_counter as skips
 from fused_offload.stream.pipeline import Pipeline
@@ -65,6 +67,21 @@ class Device:
     def signal(self, value: float) -> torch.Tensor:
         made = self.tensor(torch.full((1,), value))
         return made if self.sim is None else made.as_subclass(Signal)
+
+    def page_locked(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of values in host memory that the device may read and write."""
+        values = values.detach().clone()
+        if self.sim is not None:
+            self.sim.add(Memory(values.data_ptr(), values.nbytes, None, values))
+        return values
+
+    def on_host(self, is_hosted: Callable[[torch.Tensor], bool]) -> Any:
+        """Makes the package step some parameters on the device whose memory is on the host."""
+        if self.sim is None:
+            return contextlib.nullcontext()
+        patch, device = pytest.MonkeyPatch(), torch.device("cpu")
+        patch.setattr(placement, "placement_of", lambda param: Placement(device, on_host=is_hosted(param)))
+        return contextlib.closing(types.SimpleNamespace(close=patch.undo))
 
     def params(self, sizes: Any = SIZES) -> list[torch.nn.Parameter]:
         return [torch.nn.Parameter(self.random(*size)) for size in sizes]
@@ -436,6 +453,41 @@ def closed(device: Device) -> list[Snapshot]:
     return seen
 
 
+def params_on_host(device: Device) -> list[Snapshot]:
+    """Parameters and gradients in host memory, which others copy on streams of their own right before and after steps.
+
+    Some gradients are clipped, some parameters are on the device.
+    """
+    with device.on_host(lambda param: param.shape != (25, 11)):
+        hosted = [torch.nn.Parameter(device.page_locked(torch.linspace(-1, 1, numel))) for numel in (300, 1, 200)]
+        optimizer = make([{"params": hosted}, {"params": device.params(((25, 11),))}], formats={"master_weights": True})
+        theirs, seen = device.stream(waits=False), []
+        for number in range(4):
+            device.set_grads(optimizer)
+            with device.on(theirs):
+                for param in hosted:
+                    param.grad = device.page_locked(torch.full_like(param, torch.nan))
+                    param.grad.copy_(device.random(*param.shape), non_blocking=True)
+            if number == 2:
+                hosted[1].grad = None
+            if number % 2:
+                norm = optimizer.clip_grad_norm_(0.5, foreach=False)
+                seen.append(Snapshot([norm.clone()], [], [], []))
+            optimizer.step()
+            for param in hosted:
+                if param.grad is not None:
+                    param.grad.fill_(torch.nan)
+            seen.append(Snapshot([param.detach().clone() for param in hosted], [], [], []))
+            with device.on(theirs):
+                unsharded = [
+                    device.tensor(torch.zeros(param.shape)).copy_(param, non_blocking=True) for param in hosted
+                ]
+                seen.append(Snapshot([param.clone() for param in unsharded], [], [], []))
+        if device.sim is not None:
+            theirs.synchronize()
+        return [*seen, device.snapshot(optimizer)]
+
+
 Scenario = Callable[[Device], list[Snapshot]]
 SCENARIOS: list[Scenario] = [
     streamed,
@@ -457,6 +509,7 @@ SCENARIOS: list[Scenario] = [
     two_phases,
     closed,
     growing,
+    params_on_host,
 ]
 
 
@@ -549,7 +602,7 @@ def test_a_way_to_stream_leaves_nothing_to_the_next() -> None:
 RECORDS = {"record", "record_event"}
 WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "record_stream"}
 ORDERED_BY = (Pipeline, Window, DeviceQueues, StreamedChunk, UploadBuffer, WriteBacks, SkipCounter, StagingRing)
-MODULES = sorted({owner.__module__ for owner in ORDERED_BY} | {cuda_driver.__name__})
+MODULES = sorted({owner.__module__ for owner in ORDERED_BY} | {clipping.__name__, cuda_driver.__name__})
 
 
 LATEST = [schedule for schedule in SCHEDULES if not schedule.eagerness]

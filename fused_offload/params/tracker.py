@@ -64,7 +64,6 @@ class ParamTracker:
         params: parameters in group order, as the groups hold them.
         tensors: the same, of distributed ones this rank's part.
         groups: index of each parameter's group.
-        devices: devices of the parameters.
         generation: counts changes of the parameters.
     """
 
@@ -74,7 +73,6 @@ class ParamTracker:
         self.params: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
         self.groups: list[int] = []
-        self.devices: set[torch.device] = set()
         self._lengths: list[int] = []
         self._some_distributed = False
         self._with_gaps: set[int] = set()
@@ -141,7 +139,6 @@ class ParamTracker:
         self._some_distributed = any(map(is_distributed, params))
         self.tensors = tensors = locals_of(params) if self._some_distributed else params
         self.groups = [index for index, length in enumerate(lengths) for _ in range(length)]
-        self.devices = {tensor.device for tensor in tensors}
         self._with_gaps = {position for position, tensor in enumerate(tensors) if not is_dense(tensor)}
         self._param_guards, self._addresses = TensorGuards(list(map(metadata_of, tensors))), addresses_of(tensors)
         self._numels = np.fromiter(map(torch.Tensor.numel, tensors), np.int64, len(tensors))

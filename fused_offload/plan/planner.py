@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -57,7 +57,7 @@ class ChunkKind(NamedTuple):
         return 0 if self.extent.layout.resident or self.max_programs is not None else None
 
 
-@dataclass(eq=False)
+@dataclasses.dataclass(eq=False)
 class StepPlan:
     """Chunks of one step.
 
@@ -76,9 +76,9 @@ class StepPlan:
     chunks_on: dict[torch.device, list[Chunk]]
     starts: list[int]
     initial: list[ParamState]
-    operations: dict[torch.device, list[Operation]] = field(default_factory=dict)
-    work: dict[torch.device, WorkMemory] = field(default_factory=dict)
-    derived: dict[torch.device, Any] = field(default_factory=dict)
+    operations: dict[torch.device, list[Operation]] = dataclasses.field(default_factory=dict)
+    work: dict[torch.device, WorkMemory] = dataclasses.field(default_factory=dict)
+    derived: dict[torch.device, Any] = dataclasses.field(default_factory=dict)
 
 
 class _TwoPhases(NamedTuple):
@@ -213,7 +213,8 @@ class Planner:
     def _capacity(self, kind: Any) -> int | None:
         if kind.origin is not None:
             return None
-        return chunk_numel(self._streaming(kind.extent).chunk_bytes, kind.extent.layout.alignment_bytes)
+        in_slot = kind.extent.layout.in_slot(kind.grad_dtype)
+        return chunk_numel(self._streaming(kind.extent).chunk_bytes, in_slot.alignment_bytes)
 
     def _part_capacity(self, phases: Sequence[Phase], kind: Any) -> int:
         """Most elements of a chunk in one of two phases.
@@ -247,6 +248,8 @@ def _by_device(chunks: Iterable[Chunk]) -> dict[torch.device, list[Chunk]]:
 
 def extent_streaming(config: OffloadConfig, layout: Layout, numel: int) -> Streaming:
     """Transfer settings of an extent of ``numel`` elements."""
+    if layout.params_on_host:
+        config = dataclasses.replace(config, transport="copy", zero_copy_programs="auto")
     return streaming_of(config, layout.device, layout.state_bytes(numel))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from fused_offload.config import (
 from fused_offload.profiles import profile_files as profiles
 from fused_offload.profiles.profile import Choice
 from fused_offload.profiles.units import MIB
+from fused_offload.rules.base import Phase
 
 
 class Streaming(NamedTuple):
@@ -107,6 +109,31 @@ def config_of_two_phases(config: OffloadConfig, optimizer: str) -> OffloadConfig
             'OffloadConfig(transport="copy") or leave the transport out'
         )
     return dataclasses.replace(config, transport="copy")
+
+
+def check_params_on_host(config: OffloadConfig, phases: Sequence[Phase], optimizer: str) -> None:
+    """Refuses settings that do not go with parameters in host memory, which pass through the ring with their state.
+
+    Raises:
+        ValueError: for a window, and for zero copy.
+        RuntimeError: for a rule of two phases.
+    """
+    on_host = "parameters in host memory (CPUOffloadPolicy)"
+    if config.window_bytes:
+        raise ValueError(
+            f"The state of {on_host} moves within the step, beside its parameters; leave "
+            "OffloadConfig(window_bytes=...) out"
+        )
+    if config.transport == "zero_copy":
+        raise ValueError(
+            f"The state of {on_host} goes through the staging ring, beside its parameters; use "
+            'OffloadConfig(transport="copy") or leave the transport out'
+        )
+    if len(phases) > 1:
+        raise RuntimeError(
+            f"{optimizer} works on whole parameters between two passes over their state, and cannot step {on_host}; "
+            "leave CPUOffloadPolicy out"
+        )
 
 
 def _is_given(config: OffloadConfig) -> bool:

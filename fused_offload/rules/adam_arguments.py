@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from fused_offload.kernels.formats import BF16, FP16_NONZERO, FP32, LOG8, Format
+from fused_offload.params import placement
 
 from .arguments import (
     EXP_AVG_FORMATS,
@@ -96,7 +97,7 @@ def check_numerics(numerics: str, params: Sequence[torch.Tensor]) -> None:
     """
     if numerics not in ("ieee", "te"):
         raise ValueError(f"Invalid numerics: {numerics!r}, it should be 'ieee' or 'te'")
-    if numerics == "te" and any(param.device.type == "cpu" for param in params):
+    if numerics == "te" and any(placement.placement_of(param).device.type == "cpu" for param in params):
         raise RuntimeError("numerics='te' reproduces an NVIDIA GPU's fast math; on the CPU use numerics='ieee'")
 
 

@@ -11,6 +11,9 @@ import torch
 from fused_offload.kernels.formats import SCALE_GROUP, Format, Stored
 from fused_offload.rules.base import MASTER_PARAM
 
+PARAM, GRAD = "param", "grad"
+"""Keys of parameters and gradients in a slot, where they are in host memory; no state keys."""
+
 ALIGNMENT = 128
 """Number of elements. Segments start and are cut at multiples of it."""
 
@@ -38,17 +41,25 @@ class Layout:
     """Common properties of parameters whose state lies together; constant between steps.
 
     Attributes:
-        device: device of the parameters.
+        device: device that steps the parameters.
         param_dtype: dtype of the parameters.
         keys: state keys and their stored formats, in the order of storage. `MASTER_PARAM` is one of
             them if masters are kept.
         resident: True if the state stays on ``device``, False if it is in host memory.
+        params_on_host: True if parameters and gradients are in host memory, and pass through the
+            ring with their state.
     """
 
     device: torch.device
     param_dtype: torch.dtype
     keys: tuple[tuple[str, Format], ...]
     resident: bool
+    params_on_host: bool = False
+
+    @property
+    def param_device(self) -> torch.device:
+        """Device that the parameters are on."""
+        return torch.device("cpu") if self.params_on_host else self.device
 
     @property
     def formats(self) -> dict[str, Format]:
@@ -58,6 +69,13 @@ class Layout:
     def only(self, keys: Set[str]) -> Layout:
         """This layout with only those of its keys that are in ``keys``."""
         return replace(self, keys=tuple(pair for pair in self.keys if pair[0] in keys))
+
+    def in_slot(self, grad_dtype: torch.dtype) -> Layout:
+        """The layout of a slot: with `PARAM` and `GRAD` where they pass through it."""
+        if not self.params_on_host:
+            return self
+        beside = ((PARAM, Format(PARAM, self.param_dtype)), (GRAD, Format(GRAD, grad_dtype)))
+        return replace(self, keys=self.keys + beside)
 
     @property
     def alignment_bytes(self) -> int:

@@ -14,6 +14,7 @@ import torch
 from fused_offload.config import OffloadConfig
 from fused_offload.kernels.formats import Format
 from fused_offload.memory.host_limits import check_host_bytes
+from fused_offload.params import placement
 from fused_offload.params.dense import addresses_of
 from fused_offload.params.dtensors import local_of
 
@@ -49,7 +50,7 @@ class _Place(NamedTuple):
 
     def fits(self, param: torch.Tensor) -> bool:
         layout, local = self.extent.layout, local_of(param)
-        return (layout.device, layout.param_dtype, self.numel) == (local.device, local.dtype, local.numel())
+        return (layout.param_device, layout.param_dtype, self.numel) == (local.device, local.dtype, local.numel())
 
 
 @dataclass(frozen=True, eq=False)
@@ -238,10 +239,11 @@ class StateStore:
         offloaded = sum(sizes.get(id(param), 0) for param in known if self._is_offloaded(param))
         layouts = []
         for param in params:
-            resident = offloaded >= target
+            device, on_host = placement.placement_of(param)
+            resident = offloaded >= target and not on_host
             offloaded += 0 if resident else sizes[id(param)]
             keys = tuple(formats_of(param).items())
-            layouts.append(Layout(local_of(param).device, param.dtype, keys, resident))
+            layouts.append(Layout(device, param.dtype, keys, resident, on_host))
         return layouts
 
     def _is_offloaded(self, param: torch.Tensor) -> bool:

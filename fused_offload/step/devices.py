@@ -96,6 +96,11 @@ class Devices:
                 pipeline.enqueue(step, self._steps, hold_window=hold_window)
             pipeline.queues.end()
 
+    def wait_for_params(self) -> None:
+        """Waits on the host until the parameters of the last step are final there; see `Pipeline.wait_for_params`."""
+        for pipeline in self.pipelines.values():
+            pipeline.wait_for_params()
+
     def run_on_cpu(self, plan: StepPlan, inputs: StepInputs) -> None:
         """Updates the parameters on the CPU.
 

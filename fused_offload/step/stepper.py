@@ -9,7 +9,9 @@ import torch
 
 from fused_offload.config import OffloadConfig
 from fused_offload.memory.staging_ring import ENQUEUE_LOCK
+from fused_offload.params import placement
 from fused_offload.params.dtensors import local_of
+from fused_offload.params.placement import Placement
 from fused_offload.params.tracker import ParamTracker, Updates
 from fused_offload.plan.planner import Planner, StepPlan
 from fused_offload.plan.window_blocks import blocks_of
@@ -46,6 +48,8 @@ class Stepper:
         self._some_without_entry = False
         self._entries_made_for = (-1, -1)
         self._misfits: dict[int, str] = {}
+        self._devices_of = (-1, -1)
+        self._step_devices: set[torch.device] = set()
         self._prefetched_version = 0
         self._unconfirmed: list[ParamState] = []
         self._counted_skips = 0
@@ -142,8 +146,21 @@ class Stepper:
         return sum(extent.nbytes for extent in self._store.extents() if extent.slab is not None) / assumed_bytes_per_s
 
     def on_one_gpu(self) -> bool:
-        """True if all parameters are on one CUDA device."""
-        return len(self._watch.devices) == 1 and next(iter(self._watch.devices)).type == "cuda"
+        """True if all parameters are stepped by one CUDA device."""
+        made_for = self._watch.generation, self._hooks.version
+        if self._devices_of != made_for:
+            self._devices_of = made_for
+            self._step_devices = {
+                self.placement_of(param).device for param in self._watch.params if local_of(param).numel()
+            }
+        return len(self._step_devices) == 1 and next(iter(self._step_devices)).type == "cuda"
+
+    def placement_of(self, param: torch.Tensor) -> Placement:
+        """Placement of a parameter, as its state was made for."""
+        stored = self._store.stored_of(param)
+        if stored is not None and stored.extent is not None:
+            return Placement(stored.extent.layout.device, stored.extent.layout.params_on_host)
+        return placement.placement_of(param)
 
     def step(
         self,
@@ -153,6 +170,7 @@ class Stepper:
         rule: UpdateRule,
         wanted: Callable[[], list[torch.Tensor]],
         *,
+        grad_factors: tuple[torch.Tensor, ...] = (),
         part: int | None = None,
         done: Callable[[], None] | None = None,
         hold_window: bool = False,
@@ -168,6 +186,7 @@ class Stepper:
             scaler: a gradient scaler's signals.
             rule: the update rule.
             wanted: returns the parameters that get state; called only if parameters have changed.
+            grad_factors: factors of gradients in host memory, see `StepInputs`.
             part: number of this part if another one follows, else None. The step is counted with
                 its last part only.
             done: called as the last change.
@@ -179,7 +198,7 @@ class Stepper:
         self._settle_skips(param_groups, wait=scaler.found_inf is None or bool(self._unconfirmed))
         entries = self._ready_entries(updates, wanted)
         plan = self._plan(updates, entries, rule, part)
-        inputs = self._inputs(param_groups, updates, scaler, rule)
+        inputs = self._inputs(param_groups, updates, scaler, rule)._replace(grad_factors=grad_factors)
         try:
             with ENQUEUE_LOCK:
                 prepared = self.devices.prepare(plan, inputs)
@@ -189,6 +208,7 @@ class Stepper:
                 self.devices.begin_step(has_more_parts=part is not None)
                 self.devices.enqueue(prepared, hold_window=hold_window)
             self.devices.run_on_cpu(plan, inputs)
+            self.devices.wait_for_params()
             updates.write_copies_back()
             self._note_first_steps(plan, scaler)
             if done is not None:
@@ -278,9 +298,9 @@ class Stepper:
         if reason is not None:
             return f"{reason} It is in group {group}."
         layout, param = entry.storage.extent.layout, local_of(param)
-        if param.device != layout.device:
+        if param.device != layout.param_device:
             return (
-                f"A parameter of group {group} moved from {layout.device} to {param.device} after it got its "
+                f"A parameter of group {group} moved from {layout.param_device} to {param.device} after it got its "
                 "state. Move it back, or save a state dict, build a new optimizer and load it."
             )
         if param.dtype != layout.param_dtype or param.shape != entry.storage.shape:

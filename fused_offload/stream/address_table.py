@@ -16,6 +16,8 @@ from fused_offload.plan.chunks import Chunk
 from fused_offload.plan.operations import Operation
 from fused_offload.plan.planner import ChunkKind, StepPlan
 
+from .host_params import HostParams
+
 _VECTOR_BYTES = 16  # the widest memory access of the kernels
 
 
@@ -51,8 +53,7 @@ class AddressTable:
     Attributes:
         chunks: rows of each chunk.
         rows: ``[rows, 6]`` int64, or 8 columns with operations; see `kernels.launch.TABLE_COLUMNS`.
-        version: version of the updates whose addresses are in the table; with operations also the
-            `Arrays`.
+        version: version of the updates whose addresses are in the table, with all else that is.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class AddressTable:
         chunks: Sequence[Chunk],
         updates: Updates,
         programs_of: Callable[[np.ndarray], np.ndarray],
+        host_params: HostParams,
         operations: Sequence[Operation] = (),
         array_itemsize: int = 0,
     ) -> None:
@@ -71,6 +73,7 @@ class AddressTable:
             chunks: the plan's chunks on one device.
             updates: updates that the plan was made for; no tensor of them is kept.
             programs_of: returns the number of programs of each piece from the numbers of elements.
+            host_params: parameters and gradients that kernels find in a slot.
             operations: operations between the chunks.
             array_itemsize: bytes of an element of the operations' arrays.
         """
@@ -106,25 +109,29 @@ class AddressTable:
         arrays = np.zeros(len(updates.params), np.int64)
         arrays[self._operations] = [operation.offset for operation in operations]
         self._array_offset = arrays[segment] + offset * array_itemsize
+        self._host_params = host_params
         self.version: Hashable = -1
         self._aligned: list[bool] = []
         self._starts = np.array([chunk.first for chunk in self.chunks])
 
-    def fill(self, updates: Updates, arrays: Arrays | None = None) -> list[bool]:
+    def fill(self, updates: Updates, arrays: Arrays | None = None, slots: tuple[int, ...] = ()) -> list[bool]:
         """Writes this step's addresses and scalars.
 
         Args:
             updates: the step's parameters and gradients, in the plan's order.
             arrays: work memory and scalars if the plan has operations.
+            slots: address of each slot in the order of the step, if parameters pass through them.
 
         Returns:
             For each chunk, True if all of its addresses are aligned for the widest access.
         """
-        version = updates.version if arrays is None else (updates.version, arrays)
+        version = updates.version if arrays is None and not slots else (updates.version, arrays, slots)
         if version == self.version:
             return self._aligned
         self.rows[:, 1] = updates.param_addresses[self._segment] + self._param_offset
         self.rows[:, 2] = updates.grad_addresses[self._segment] + self._grad_offset
+        if slots:
+            self._host_params.redirect(self.rows, slots)
         misaligned = (self.rows[:, 1] | self.rows[:, 2]) % _VECTOR_BYTES
         self._aligned = [not bits for bits in np.bitwise_or.reduceat(misaligned, self._starts)]
         if arrays is not None:

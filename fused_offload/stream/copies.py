@@ -10,7 +10,7 @@ from fused_offload.plan.chunks import Chunk, CopyRange
 from fused_offload.plan.planner import ChunkKind
 from fused_offload.plan.window_blocks import WindowBlock
 from fused_offload.rules.base import MASTER_PARAM, Phase
-from fused_offload.state.layout import ArrayPlace, Layout
+from fused_offload.state.layout import GRAD, PARAM, ArrayPlace, Layout
 from fused_offload.state.storage import Extent
 
 
@@ -29,12 +29,13 @@ class Copy(NamedTuple):
 
 
 class ChunkTransfer(NamedTuple):
-    """All copies of one streamed chunk.
+    """All copies of one streamed chunk's state.
 
     Attributes:
         to_device: state that the kernel reads.
         to_host: state that the kernel writes.
-        place: byte offsets of each key in the slot.
+        place: byte offsets of each key in the slot; also of `PARAM` and `GRAD` if they pass through
+            it.
     """
 
     to_device: tuple[Copy, ...]
@@ -50,7 +51,8 @@ def chunk_transfer(chunk: Chunk, kind: ChunkKind, phase: Phase) -> ChunkTransfer
     """
     layout = kind.extent.layout
     moved = {key: format for key, format in layout.keys if key in phase.reads | phase.writes}
-    place = ArrayPlace(moved, chunk.numel)
+    in_slot = layout.in_slot(kind.grad_dtype).only({*moved, PARAM, GRAD})
+    place = ArrayPlace(in_slot.formats, chunk.numel)
     copies = {key: _key_copies(kind.extent, key, place, chunk.ranges) for key in moved}
     read = _keys_read(layout) & phase.reads - kind.initial
     return ChunkTransfer(

@@ -16,17 +16,18 @@ from fused_offload.plan.operations import Operation, WorkMemory
 from fused_offload.plan.planner import ChunkKind, StepPlan, extent_streaming
 from fused_offload.plan.window_blocks import WindowBlock
 from fused_offload.rules.base import BoundState, Phase, UpdateRule
-from fused_offload.state.layout import Layout, slot_bytes
+from fused_offload.state.layout import GRAD, PARAM, Layout, slot_bytes
 
 from .address_table import AddressTable
 from .copies import ChunkTransfer, Copy, block_write_back, bytes_of, chunk_transfer
+from .host_params import HostParams
 from .operations import Parts, parts_of
 from .schedule import LoadedBlock
 from .step_inputs import StepInputs
 
 
 class _Moved(NamedTuple):
-    """Bytes of state that cross the link.
+    """Bytes that cross the link.
 
     Attributes:
         to_device: bytes that kernels read.
@@ -50,6 +51,7 @@ class DevicePlan:
 
     Attributes:
         table: addresses of parameters and gradients.
+        host_params: parameters and gradients in host memory that pass through the ring.
         kinds: kind of each chunk.
         transfers: copies of each chunk that streams, by its index.
         in_window: index of each chunk in the window, its block, and the copies of its write-back.
@@ -57,7 +59,7 @@ class DevicePlan:
         resident: indices of chunks whose state stays on the device, or whose phase moves no state.
         operations: operations between the chunks.
         work: size and scratch of those operations' work memory.
-        copied: bytes that the streamed chunks move.
+        copied: bytes that the streamed chunks move, with those of parameters and gradients.
         mapped: bytes that the kernels of zero-copy chunks move.
         need: ring and work memory that the plan needs, or None.
         compiled_for: arguments that the kernels were compiled for; see `Launches.compiled_for`.
@@ -68,8 +70,6 @@ class DevicePlan:
     ) -> None:
         chunks, then = plan.chunks_on[device], rule.phases[0].then
         self.operations, self.work = plan.operations.get(device, []), plan.work.get(device, WorkMemory())
-        itemsize = 0 if then is None else then.dtype.itemsize
-        self.table = AddressTable(plan, chunks, updates, programs_of, self.operations, itemsize)
         self.kinds: list[ChunkKind] = []
         self.transfers: dict[int, ChunkTransfer] = {}
         self.in_window: list[tuple[int, WindowBlock, tuple[Copy, ...]]] = []
@@ -90,9 +90,13 @@ class DevicePlan:
                 self.resident.add(index)
             else:
                 self.transfers[index] = chunk_transfer(chunk, kind, phase)
-        self.copied, self.mapped = _Moved.by(self.transfers.values()), _Moved.by(mapped)
-        streamed = {self.kinds[index].extent for index in self.transfers}
-        extents = ((extent.layout, extent.numel) for extent in streamed)
+        self.host_params = HostParams(chunks, self.transfers)
+        itemsize = 0 if then is None else then.dtype.itemsize
+        self.table = AddressTable(plan, chunks, updates, programs_of, self.host_params, self.operations, itemsize)
+        state, self.mapped = _Moved.by(self.transfers.values()), _Moved.by(mapped)
+        self.copied = _Moved(*map(sum, zip(state, (self.host_params.to_device, self.host_params.to_host), strict=True)))
+        streamed = {(self.kinds[index].extent, self.kinds[index].grad_dtype) for index in self.transfers}
+        extents = ((extent.layout, extent.numel, grad_dtype) for extent, grad_dtype in streamed)
         self.need = ring_need(config, extents, rule.phases, self.work.nbytes)
         self.compiled_for: Any = None
         # Weak, so that views of a slot do not outlive the ring's memory.
@@ -128,6 +132,12 @@ class DevicePlan:
             views[key] = rule.bind(transfer.place.carve(slot.memory), kind.initial)
         return views[key]
 
+    def grads_in_slot(self, index: int, slot: Slot) -> torch.Tensor:
+        """Gradients of a chunk that come from host memory, in the slot they are copied to."""
+        place = self.transfers[index].place
+        start, stop = place.spans[GRAD]
+        return place.stored(GRAD, slot.memory[start:stop]).data
+
     def parts(self, operation: Operation, work: Slot, inputs: StepInputs) -> Parts:
         """The calls that enqueue an operation, kept until work memory or compiled values change.
 
@@ -146,20 +156,23 @@ class DevicePlan:
 
 
 def ring_need(
-    config: OffloadConfig, extents: Iterable[tuple[Layout, int]], phases: Sequence[Phase], work_bytes: int = 0
+    config: OffloadConfig,
+    extents: Iterable[tuple[Layout, int, torch.dtype]],
+    phases: Sequence[Phase],
+    work_bytes: int = 0,
 ) -> RingNeed | None:
     """The ring that a rule's steps need, with their work memory, or None if they need neither.
 
     Args:
         config: the caller's configuration.
-        extents: layout and number of elements of each extent that streams.
+        extents: layout, number of elements and dtype of the gradients of each extent that streams.
         phases: the rule's phases.
         work_bytes: bytes of the work memory.
     """
     needs = []
-    for layout, numel in extents:
+    for layout, numel, grad_dtype in extents:
         chunk_bytes, depth, programs = extent_streaming(config, layout, numel)
-        for moved in (layout.only(phase.keys) for phase in phases):
+        for moved in (layout.in_slot(grad_dtype).only(phase.keys | {PARAM, GRAD}) for phase in phases):
             if programs is None and moved.keys:
                 needs.append(RingNeed(depth, slot_bytes(moved, numel, chunk_bytes)))
     if not needs and not work_bytes:

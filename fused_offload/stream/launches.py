@@ -77,11 +77,21 @@ class Launches:
             if not isinstance(item, int):
                 waiting.append(item)
             elif item in self._plan.transfers:
-                chunks.append(StreamedChunk(self._plan.transfers[item], partial(self.launch, item), tuple(waiting)))
+                params, launch = self._plan.host_params.copies(item), partial(self.launch, item)
+                if params is not None and self._inputs.grad_factors:
+                    launch = partial(self._launch_scaled, item)
+                chunks.append(StreamedChunk(self._plan.transfers[item], launch, tuple(waiting), params))
                 waiting.clear()
             elif item in self._plan.resident:
                 waiting.append(partial(self.launch, item))
         return chunks, waiting
+
+    def _launch_scaled(self, index: int, slot_index: int) -> None:
+        """`launch`, behind the multiplication of the gradients in the slot."""
+        grads = self._plan.grads_in_slot(index, self._ring.slots[slot_index])
+        for factor in self._inputs.grad_factors:
+            grads.mul_(factor)
+        self.launch(index, slot_index)
 
     def _parts_of(self, operation: Operation) -> Parts:
         assert self._ring.work is not None

@@ -57,6 +57,12 @@ refuses further steps until state is loaded.
 
 [Note: grads are inputs] The kernel never writes a gradient.
 
+[Note: parameters in host memory] Others copy gradients there, and parameters from there, on
+streams that are not known here (FSDP's ``CPUOffloadPolicy``). So the host waits for the device
+before the first copy of such a step, and at the end of the step until its parameters are back.
+Whoever reads them next, on the host or by a copy, finds the new ones. A slot brings parameters back
+before its state, which may still be under way when the step ends.
+
 [Note: all or nothing] All that can fail (checks, the ring, the table's memory, compiling and
 loading) happens in `Pipeline.prepare`, before the first launch.
 """
@@ -145,6 +151,7 @@ class Pipeline:
         self._upload = UploadBuffer(device)
         self._compiled: set[Any] = set()
         self._computed: torch.cuda.Event | None = None
+        self._params_written: torch.cuda.Event | None = None
         self._called: tuple[torch.cuda.Event, float] | None = None
         self.prefetch_host_seconds = 0.0
         self._is_enqueueing = False
@@ -162,7 +169,8 @@ class Pipeline:
         Raises:
             RuntimeError: if the GPU has too little memory; see `StagingRing.grow`.
         """
-        need = ring_need(self._config, extents, phases, work_bytes)
+        sizes = [(layout, numel, layout.param_dtype) for layout, numel in extents]
+        need = ring_need(self._config, sizes, phases, work_bytes)
         if need is not None:
             with ENQUEUE_LOCK, torch.cuda.device(self.queues.device):
                 self.queues.begin()
@@ -194,7 +202,8 @@ class Pipeline:
             assert self.queues.ring.work is not None
             address = self.queues.ring.work.memory.data_ptr()
             arrays = Arrays(address, scalars_of(device_plan.operations, inputs))
-        aligned = device_plan.table.fill(inputs.updates, arrays)
+        slots = tuple([slot.memory.data_ptr() for slot in self.queues.ring.slots]) if device_plan.host_params else ()
+        aligned = device_plan.table.fill(inputs.updates, arrays, slots)
         ops = CudaOps(self.queues)
         # Kernels of the previous step may still read its table, on another current stream.
         if self._computed is not None:
@@ -205,6 +214,8 @@ class Pipeline:
         signals = self._signals(inputs.scaler, skip_rows)
         launches = Launches(device_plan, inputs, table, aligned, signals, self.queues.ring, self.window.blocks)
         launches.compile(self._compiled)
+        if device_plan.host_params:
+            torch.cuda.synchronize(device)  # [Note: parameters in host memory]
         return PreparedStep(device_plan, launches, inputs.updates.params, inputs.scaler.found_inf)
 
     def _signals(self, scaler: ScalerInputs, skip_rows: Mapping[int, torch.Tensor]) -> dict[int | None, ScalerSignals]:
@@ -240,7 +251,8 @@ class Pipeline:
         self._called = None
         copies_began = ops.record(ops.h2d, timing=True)
         streamed, behind = step.launches.on_compute_stream()
-        written_back = stream_chunks(streamed, ring.slots, ops, self.write_backs.before_copies, in_window)
+        previous = self.write_backs.before_copies
+        written_back, self._params_written = stream_chunks(streamed, ring.slots, ops, previous, in_window)
         ring.rotate(len(streamed))  # the next step or part begins with the slot that is free first
         loaded, stored = ops.record(ops.h2d, timing=True), ops.record(ops.d2h, timing=True)
         if plan.in_host_memory:
@@ -298,6 +310,11 @@ class Pipeline:
             self._held = None
         if self._held is None:
             self.window.cancel()
+
+    def wait_for_params(self) -> None:
+        """Waits on the host until the last step's parameters are there; see [Note: parameters in host memory]."""
+        if self._params_written is not None:
+            self._params_written.synchronize()
 
     def wait(self) -> None:
         """Drops the window, and waits until all state of this optimizer is written back."""

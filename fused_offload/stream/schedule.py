@@ -13,6 +13,7 @@ from fused_offload.memory.staging_ring import Slot
 from fused_offload.plan.window_blocks import WindowBlock
 
 from .copies import ChunkTransfer, Copy, block_transfer, bytes_of
+from .host_params import ParamCopies
 
 Event = Any
 
@@ -50,11 +51,25 @@ class StreamedChunk(NamedTuple):
         transfer: the chunk's copies.
         launch: enqueues the chunk's kernel on the compute stream, given the index of its slot.
         before: calls that enqueue other work on the compute stream, before that kernel.
+        params: copies of parameters and gradients in host memory, or None.
     """
 
     transfer: ChunkTransfer
     launch: Callable[[int], None]
     before: Sequence[Callable[[], Any]] = ()
+    params: ParamCopies | None = None
+
+
+class WrittenBack(NamedTuple):
+    """Events of the last write-backs of a step.
+
+    Attributes:
+        state: event behind all write-backs, or None if no chunk streams.
+        params: event behind those of parameters, or None if all are on the device.
+    """
+
+    state: Event | None
+    params: Event | None
 
 
 class LoadedBlock(NamedTuple):
@@ -137,7 +152,7 @@ def stream_chunks(
     ops: StreamOps,
     previous: Event | None,
     window: Sequence[WindowChunk] = (),
-) -> Event | None:
+) -> WrittenBack:
     """Enqueues prefetch, kernel and write-back of every chunk, and the kernels of the window.
 
     Kernels of the window go between the others, to run while these wait for the link.
@@ -148,11 +163,8 @@ def stream_chunks(
         ops: queues of the device.
         previous: last write-back of the state that the chunks read, or None.
         window: chunks in the window.
-
-    Returns:
-        Event of the last write-back, or None if there is no chunk.
     """
-    written_back = None
+    written_back = params_written = None
     if chunks and previous is not None:
         ops.wait(ops.h2d, previous)  # [Note: next step reads what this one wrote]
     for index, chunk in enumerate(chunks):
@@ -160,6 +172,8 @@ def stream_chunks(
         if slot.written_back is not None:
             ops.wait(ops.h2d, slot.written_back)  # [Note: slot reuse]
         ops.copy_to_device(slot, chunk.transfer.to_device)
+        if chunk.params is not None:
+            ops.copy_to_device(slot, chunk.params.to_device)
         loaded = ops.record(ops.h2d)
 
         for enqueue in chunk.before:
@@ -169,13 +183,16 @@ def stream_chunks(
         computed = ops.record(ops.compute)
 
         ops.wait(ops.d2h, computed)
+        if chunk.params is not None:
+            ops.copy_to_host(slot, chunk.params.to_host)
+            params_written = ops.record(ops.d2h)
         ops.copy_to_host(slot, chunk.transfer.to_host)
         written_back = slot.written_back = ops.record(ops.d2h)
         if window:
             launch_window(window[index * len(window) // len(chunks) : (index + 1) * len(window) // len(chunks)], ops)
     if not chunks:
         launch_window(window, ops)
-    return written_back
+    return WrittenBack(written_back, params_written)
 
 
 def launch_in_host_memory(launches: Sequence[Callable[[], None]], ops: StreamOps, previous: Event | None) -> Event:

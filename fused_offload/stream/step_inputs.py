@@ -47,6 +47,8 @@ class StepInputs(NamedTuple):
         values: `UpdateRule.step_values` by group.
         skip_rows: `UpdateRule.skip_rows` by group.
         scaler: a gradient scaler's signals.
+        grad_factors: one-element tensors that gradients in host memory are multiplied by on the
+            device, one after the other, each time rounded to the gradients' dtype.
     """
 
     rule: UpdateRule
@@ -54,6 +56,7 @@ class StepInputs(NamedTuple):
     values: Mapping[int, Any]
     skip_rows: Mapping[int, Sequence[tuple[float, ...]]]
     scaler: ScalerInputs
+    grad_factors: tuple[torch.Tensor, ...] = ()
 
     def on(self, device: torch.device) -> StepInputs:
         """The same inputs with the tensors of values and scaler on ``device``."""

@@ -1,0 +1,160 @@
+"""Clipping by the global norm of gradients that may be in host memory, computed on the GPU."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._foreach_utils import (
+    _device_has_foreach_support,
+    _group_tensors_by_device_and_dtype,
+    _has_foreach_support,
+)
+
+from fused_offload.params.dense import dense_strides
+from fused_offload.params.dtensors import distributed_like, is_distributed, local_of
+
+
+class HostGrad:
+    """A gradient in host memory, and the device that steps its parameter.
+
+    Attributes:
+        grad: the gradient.
+        device: the device.
+    """
+
+    def __init__(self, grad: torch.Tensor, device: torch.device) -> None:
+        """Copies nothing yet."""
+        self.grad = grad
+        self.device = device
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part."""
+        return local_of(self.grad)
+
+    def on_device(self, memory: torch.Tensor, factors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Enqueues a copy to the device, multiplied by factors, distributed as the gradient.
+
+        Args:
+            memory: uint8 on the device, at least as many bytes as the local part.
+            factors: one-element tensors on the device.
+        """
+        local = self.local
+        flat = memory[: local.nbytes].view(local.dtype)
+        copied = flat.as_strided(local.shape, dense_strides(local)).copy_(local, non_blocking=True)
+        for factor in factors:
+            copied.mul_(factor)
+        return distributed_like(self.grad, copied) if is_distributed(self.grad) else copied
+
+
+def total_norm(
+    grads: Sequence[torch.Tensor | HostGrad],
+    factors: Sequence[torch.Tensor],
+    norm_type: float,
+    *,
+    error_if_nonfinite: bool,
+    foreach: bool | None,
+) -> torch.Tensor:
+    """The result of ``torch.nn.utils.get_total_norm`` for the same gradients on their devices.
+
+    Gradients in host memory are copied to the device one after the other, into memory for the
+    largest of them. So every norm is that of a whole tensor, by torch's own operation.
+
+    Args:
+        grads: at least one gradient.
+        factors: one-element tensors that those in host memory are multiplied by first.
+        norm_type: order of the norm.
+        error_if_nonfinite: whether to read the norm and refuse NaN and infinities.
+        foreach: as in torch.
+
+    Raises:
+        RuntimeError: for a norm that is not finite, if asked to.
+    """
+    hosted = [grad for grad in grads if isinstance(grad, HostGrad)]
+    memory: dict[torch.device, torch.Tensor] = {}
+    for device in dict.fromkeys(one.device for one in hosted):
+        torch.cuda.synchronize(device)  # the gradients may still be under way to the host
+        nbytes = max(one.local.nbytes for one in hosted if one.device == device)
+        memory[device] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    norms: list[torch.Tensor] = []
+    for device, group in _as_torch_groups(grads):
+        given = [one.grad if isinstance(one, HostGrad) else one for one in group]
+        in_bulk = _has_foreach_support(given, device) if foreach is None else foreach
+        if foreach and not _device_has_foreach_support(device):
+            raise RuntimeError(f"foreach=True was passed, but {device.type} tensors have no such functions")
+        for one in group:
+            value = one.on_device(memory[device], factors) if isinstance(one, HostGrad) else one
+            if in_bulk:
+                norms += torch._foreach_norm([value], norm_type)
+            else:
+                norms.append(torch.linalg.vector_norm(value, norm_type))
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(grads[0].device) for norm in norms]), norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} of the gradients is {total.item()}, so they cannot be clipped. Leave "
+            "error_if_nonfinite out to multiply them all the same."
+        )
+    return total
+
+
+def _as_torch_groups(
+    grads: Sequence[torch.Tensor | HostGrad],
+) -> Iterator[tuple[torch.device, list[torch.Tensor | HostGrad]]]:
+    """Gradients by device and dtype, in the order in which torch takes them where all are on their devices."""
+    dtypes = [one.local.dtype if isinstance(one, HostGrad) else one.dtype for one in grads]
+    stand_ins = [torch.empty(0, dtype=dtype, device=one.device) for one, dtype in zip(grads, dtypes, strict=True)]
+    groups: Any = _group_tensors_by_device_and_dtype([stand_ins], with_indices=True)  # type: ignore[list-item]
+    for (device, _), (_, indices) in groups.items():
+        yield device, [grads[index] for index in indices]
+
+
+def _nothing() -> None:
+    """A reference to nothing."""
+
+
+class GradFactors:
+    """Factors that steps multiply gradients in host memory by, and the gradients that they are for."""
+
+    def __init__(self) -> None:
+        """No factor."""
+        self._factors: tuple[torch.Tensor, ...] = ()
+        self._grads: dict[int, tuple[Callable[[], torch.Tensor | None], int]] = {}
+
+    def __bool__(self) -> bool:
+        """True if any factor is noted."""
+        return bool(self._factors)
+
+    def add(self, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
+        """Notes a further factor of gradients.
+
+        Args:
+            grads: all gradients in host memory, as the parameters have them.
+            factor: one-element tensor on the device.
+        """
+        self._factors = (*self.of(grads), factor)
+        self._grads = {id(grad): (weakref.ref(grad), local_of(grad)._version) for grad in grads}
+
+    def of(self, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Factors of these gradients; none if all are others than those that were noted.
+
+        Raises:
+            RuntimeError: if some are others, or were changed since.
+        """
+        noted = [self._grads.get(id(grad), (_nothing, 0)) for grad in grads]
+        same = [known() is grad for (known, _), grad in zip(noted, grads, strict=True)]
+        if not any(same):
+            return ()
+        versions = [local_of(grad)._version for grad in grads]
+        if not all(same) or versions != [version for _, version in noted]:
+            raise RuntimeError(
+                "Some gradients in host memory were changed or replaced after clip_grad_norm_(), which step() has to "
+                "multiply them by. Call clip_grad_norm_() last, right before step(); zero_grad() forgets it."
+            )
+        return self._factors
+
+    def forget(self) -> None:
+        """Drops all factors."""
+        self._factors, self._grads = (), {}
