@@ -36,7 +36,7 @@ from fused_offload.step.clipping import GradFactors, HostGrad, total_norm
 from fused_offload.step.grad_scaler import scaler_inputs
 from fused_offload.step.step_report import StepReport
 from fused_offload.step.stepper import Stepper
-from fused_offload.stream.queues import CurrentStreams, copies_keep_their_order
+from fused_offload.stream.queues import CurrentStreams
 from fused_offload.stream.step_inputs import ScalerInputs
 
 from .config import OffloadConfig
@@ -258,7 +258,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
                         scaler,
                         rule,
                         self._params_with_state,
-                        hold_window=self.is_attached and copies_keep_their_order(),
                         grad_factors=factors,
                     )
             return loss
@@ -794,7 +793,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def cancel_prefetch(self) -> None:
         """Discards prefetched copies; the host copy stays authoritative."""
-        self._stepper.devices.write_back_window()
         self._stepper.devices.cancel_prefetch()
 
     def window_seconds(self, assumed_bytes_per_s: float) -> float:
@@ -816,10 +814,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def allocation_retries(self) -> int:
         """Times that torch's allocator ran out of memory on those devices and retried."""
         return sum(stats["num_alloc_retries"] for stats in self._stepper.devices.allocators())
-
-    def _write_back_window(self) -> None:
-        if not cuda_driver.is_capturing():
-            self._stepper.devices.write_back_window()
 
     def _current_streams(self) -> CurrentStreams:
         return CurrentStreams(self._stepper.devices.pipelines)

@@ -24,7 +24,6 @@ from fused_offload.stream.queues import CurrentStreams
 class FakeOptimizer:
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.written_back = 0
         self.copy_s, self.allocated, self.retries, self.window = 0.5, 1000, 0, 0
         self.attachment: AutoPrefetch | None = None
         self.hooks: list[Any] = []
@@ -50,9 +49,6 @@ class FakeOptimizer:
 
     def window_bytes(self) -> int:
         return self.window
-
-    def _write_back_window(self) -> None:
-        self.written_back += 1
 
     def _current_streams(self) -> CurrentStreams:
         return CurrentStreams(self.devices.pipelines)

@@ -38,13 +38,6 @@ SIZES = ((200,), (1,), (100,))
 PACKAGE = os.path.dirname(fused_offload.__file__)
 
 
-class Model(torch.nn.Module):
-    """A model whose passes do nothing but drive the window."""
-
-    def forward(self) -> None:
-        return None
-
-
 class Interrupt(BaseException):
     """As KeyboardInterrupt, which nothing may take for an ordinary error."""
 
@@ -63,7 +56,7 @@ class Trainer:
         options: dict[str, Any] = {"chunk_bytes": CHUNK_BYTES, "depth": 2}
         if kind == "zero_copy":
             options = {"transport": "zero_copy"}
-        if "window" in kind:
+        if kind == "window":
             options["window_bytes"] = 4000
         with torch.cuda.stream(self._stream):
             self.params = [torch.nn.Parameter(self._random(*size)) for size in SIZES]
@@ -71,9 +64,6 @@ class Trainer:
             self.optimizer = FusedOffloadAdam(self.params, master_weights=True, weight_decay=0.1, offload=config)
             if kind == "parts":
                 self.optimizer.step_in_backward(torch.nn.ParameterList(self.params))
-            self._model = Model()
-            if kind == "held_window":
-                self.optimizer.attach(self._model, microbatches=1)
 
     def _random(self, *size: int) -> torch.Tensor:
         return self._sim.to_device(torch.randn(size, generator=self._generator))
@@ -99,7 +89,6 @@ class Trainer:
                 if self._kind == "window":
                     self.optimizer.prefetch()
                 self.optimizer.step()
-                self._model()  # writes a held window back, and prefetches
 
         return step
 
@@ -134,7 +123,7 @@ class Trainer:
 LATE = [schedule for schedule in SCHEDULES if schedule.order[1] == 2]
 """Schedules that run the stream of the interrupted optimizer as late as they may."""
 
-KINDS = ("copy", "zero_copy", "window", "held_window", "parts", "amp")
+KINDS = ("copy", "zero_copy", "window", "parts", "amp")
 
 
 @pytest.fixture(autouse=True)
@@ -142,8 +131,6 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stepper, "blocks_of", lambda extents: blocks_of(extents, CHUNK_BYTES))
     monkeypatch.setattr(backward_step, "PART_BYTES", 1000)
     monkeypatch.setattr(queues, "TURN_BYTES", 1000)
-    # Windows are held where a model drives them.
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 @contextlib.contextmanager

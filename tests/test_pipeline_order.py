@@ -204,12 +204,7 @@ def train(
             event = launch_in_host_memory(launches, ops, write_backs.before_kernels)
         if event is not None:
             write_backs.note_streamed(event, window.loaded)
-        write_back_window(
-            in_window,
-            ops,
-            ops.record(ops.compute),
-            lambda chunk, event: write_backs.note_block(chunk.loaded.block, event),
-        )
+        write_back_window(in_window, ops, write_backs.note_block)
         window.loaded.clear()
     ops.run_all(rng)
     return slab, expected, ops.errors
@@ -294,11 +289,11 @@ def test_a_streamed_chunk_waits_for_no_more_than_the_blocks_before_it(monkeypatc
         event = stream_chunks(chunks, slots, ops, write_backs.before_copies, in_window).state
         write_backs.note_streamed(event, window.loaded)
 
-        def note(chunk: WindowChunk, event: Any) -> None:
+        def note(place: Any, event: Any) -> None:
             written.append(event)
-            write_backs.note_block(chunk.loaded.block, event)
+            write_backs.note_block(place, event)
 
-        write_back_window(in_window, ops, ops.record(ops.compute), note)
+        write_back_window(in_window, ops, note)
         window.loaded.clear()
         return used
 

@@ -266,42 +266,6 @@ def window(device: Device) -> list[Snapshot]:
     return [seen]
 
 
-class Model(torch.nn.Module):
-    """A model whose passes do nothing but drive the window."""
-
-    def forward(self) -> None:
-        return None
-
-
-def held_window(device: Device) -> list[Snapshot]:
-    """A window that is written back by the next forward pass, or by what looks at the state before.
-
-    In between, another optimizer steps on another stream.
-    """
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-        params, model, seen = device.params(), Model(), []
-        optimizer, other = make(params, window_bytes=5000), make(device.params(((900,),)))
-        optimizer.attach(model)
-        device.step(optimizer)
-        for number in range(6):
-            if number != 4:
-                model()
-            device.random(300).mul_(2)
-            device.step(optimizer, without=0 if number == 2 else None)
-            with device.on(device.stream(waits=False)):
-                device.step(other)
-            device.random(300).mul_(2)
-            for pipeline in optimizer._stepper.devices.pipelines.values():
-                assert bool(pipeline.window.blocks) == (number != 4)  # held
-            if number == 1:
-                seen.append(device.snapshot(optimizer))
-            if number == 3:
-                optimizer.release_gpu_memory()
-        optimizer.last_step_report()
-        return [*seen, device.snapshot(optimizer), device.snapshot(other)]
-
-
 def window_zero_copy(device: Device) -> list[Snapshot]:
     """A window beside kernels that work on host memory."""
     optimizer = make(device.params(), window_bytes=5000, transport="zero_copy")
@@ -492,7 +456,6 @@ Scenario = Callable[[Device], list[Snapshot]]
 SCENARIOS: list[Scenario] = [
     streamed,
     window,
-    held_window,
     skipped,
     two_optimizers,
     zero_copy,

@@ -90,9 +90,6 @@ class FakePipeline:
         self.log = StepLog()
         self.write_backs = WriteBacks()
 
-    def write_back_window(self) -> None:
-        pass
-
 
 def exposed(devices: Devices) -> float | None:
     report = devices.last_step_report()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -28,7 +29,7 @@ def announce(inners: Sequence[MegatronAdam], megatron_version: str) -> None:
         f"fused-offload: {inner.offload.fraction:.0%} of {planned_bytes / 1e9:.3g} GB of optimizer state on "
         f"this rank ({stored}) in host memory; an asynchronous checkpoint copies it there once more.",
         *_about_masters(inner),
-        *_about_window(inner),
+        *_about_window(inner, planned_bytes),
     ]
     print("\n".join(lines), flush=True)
 
@@ -44,14 +45,20 @@ def _about_masters(inner: MegatronAdam) -> list[str]:
     return []
 
 
-def _about_window(inner: MegatronAdam) -> list[str]:
+def _about_window(inner: MegatronAdam, planned_bytes: int) -> list[str]:
     size = inner.offload.window_bytes
     if not size:
         return []
-    if inner.is_attached:
-        most = "what activations gave back" if isinstance(size, str) else f"{size / 1e9:.3g} GB"
-        return [f"fused-offload: up to {most} of it moves under the backward and the next forward pass."]
-    return [
-        "fused-offload: no state moves under backward: window_bytes needs Megatron's distributed optimizer "
-        "(--use-distributed-optimizer)."
-    ]
+    if not inner.is_attached:
+        return [
+            "fused-offload: no state moves under backward: window_bytes needs Megatron's distributed optimizer "
+            "(--use-distributed-optimizer)."
+        ]
+    most = "what activations gave back" if isinstance(size, str) else f"{min(size, planned_bytes) / 1e9:.3g} GB"
+    lines = [f"fused-offload: up to {most} of it moves under the backward and the next forward pass."]
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        lines.append(
+            "fused-offload: with CUDA_DEVICE_MAX_CONNECTIONS=1 whatever Megatron copies or reads waits until the "
+            "window is copied. Leave the variable unset where Megatron does not ask for it."
+        )
+    return lines

@@ -53,9 +53,6 @@ class Prefetching(Protocol):
     def window_bytes(self) -> int:
         """Bytes of state that is on the GPU or on its way there."""
 
-    def _write_back_window(self) -> None:
-        """Enqueues the write-back of a window that the last step holds."""
-
     def _current_streams(self) -> Streams:
         """The current streams of the devices in use."""
 
@@ -152,11 +149,8 @@ class AutoPrefetch:
 
     def _forward_begins(self, module: torch.nn.Module, _: Any) -> None:
         optimizer = self._optimizer
-        if optimizer is None:
-            return
-        optimizer._write_back_window()
-        if not (module.training and torch.is_grad_enabled()):
-            return  # this is an evaluation
+        if optimizer is None or not (module.training and torch.is_grad_enabled()):
+            return  # the optimizer is gone, or this is an evaluation
         if self._given and self._seen >= self._microbatches:
             self.begin_iteration()  # no step came: it was skipped
         self._seen += 1

@@ -84,16 +84,15 @@ class Devices:
         """Closes an open step that gets no further part."""
         self._step_is_open = False
 
-    def enqueue(self, prepared: Sequence[tuple[Pipeline, PreparedStep]], *, hold_window: bool = False) -> None:
+    def enqueue(self, prepared: Sequence[tuple[Pipeline, PreparedStep]]) -> None:
         """Enqueues a step on CUDA devices.
 
         Args:
             prepared: result of `prepare`.
-            hold_window: leave the write-back of windows to `write_back_window`.
         """
         for pipeline, step in prepared:
             with torch.cuda.device(pipeline.queues.device), profiler_range("stream"):
-                pipeline.enqueue(step, self._steps, hold_window=hold_window)
+                pipeline.enqueue(step, self._steps)
             pipeline.queues.end()
 
     def wait_for_params(self) -> None:
@@ -124,7 +123,6 @@ class Devices:
 
     def last_step_report(self) -> StepReport | None:
         """The latest completed step, or None."""
-        self.write_back_window()
         logs = {device: pipeline.log for device, pipeline in self.pipelines.items()}
         numbers = {number for log in logs.values() for number in log.numbers() if number > self._reported}
         if self._step_is_open:
@@ -177,14 +175,8 @@ class Devices:
                 self._pipeline(device).window.prefetch(here)
                 self._pipeline(device).prefetch_host_seconds += time.perf_counter() - began
 
-    def write_back_window(self) -> None:
-        """Enqueues the write-back of held windows; see [Note: held window] in `pipeline.py`."""
-        for pipeline in self.pipelines.values():
-            pipeline.write_back_window()
-
     def window(self) -> tuple[WindowBlock, ...]:
-        """Blocks that are on a GPU or on their way there, for the next step."""
-        self.write_back_window()
+        """Blocks that are on a GPU or on their way there."""
         return tuple([block for pipeline in self.pipelines.values() for block in pipeline.window.blocks])
 
     def prefetch_seconds(self) -> float | None:
@@ -193,9 +185,9 @@ class Devices:
         return max([known for known in seconds if known is not None], default=None)
 
     def cancel_prefetch(self) -> None:
-        """Discards prefetched blocks, but not held windows, whose values are the state."""
+        """Discards prefetched blocks."""
         for pipeline in self.pipelines.values():
-            pipeline.cancel_prefetch()
+            pipeline.window.cancel()
 
     def allocators(self) -> list[dict[str, Any]]:
         """Statistics of torch's allocator on the devices in use that have any."""
@@ -219,9 +211,8 @@ class Devices:
 
     def release(self) -> None:
         """Frees the rings and windows of all devices."""
-        self.write_back_window()
         for pipeline in self.pipelines.values():
-            pipeline.cancel_prefetch()
+            pipeline.window.cancel()
             pipeline.queues.release()
 
     def close(self) -> None:

@@ -173,7 +173,6 @@ class Stepper:
         grad_factors: tuple[torch.Tensor, ...] = (),
         part: int | None = None,
         done: Callable[[], None] | None = None,
-        hold_window: bool = False,
     ) -> None:
         """Enqueues a step and counts it.
 
@@ -190,7 +189,6 @@ class Stepper:
             part: number of this part if another one follows, else None. The step is counted with
                 its last part only.
             done: called as the last change.
-            hold_window: leave the window's write-back to `Devices.write_back_window`.
         """
         # Wait without a scaler's signal, since the kernel then takes the step number from the host.
         # Wait behind a first step, since the host then decides whether the master is set, or the
@@ -206,7 +204,7 @@ class Stepper:
                 if part is None:
                     _count_step(param_groups)
                 self.devices.begin_step(has_more_parts=part is not None)
-                self.devices.enqueue(prepared, hold_window=hold_window)
+                self.devices.enqueue(prepared)
             self.devices.run_on_cpu(plan, inputs)
             self.devices.wait_for_params()
             updates.write_copies_back()

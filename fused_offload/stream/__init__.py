@@ -9,7 +9,6 @@ Invariants, as titled notes in `pipeline`; the last two are in `queues`:
     - work memory
     - next step reads what this one wrote
     - window last
-    - held window
     - window memory
     - host readers synchronise
     - lifetime

@@ -27,12 +27,6 @@ same events cover what they wrote.
 under the next forward pass. In front of the streamed chunks they would delay the reuse of slots,
 and with it the step.
 
-[Note: held window] With CUDA_DEVICE_MAX_CONNECTIONS=1 all copies of one direction run in the order
-in which they were enqueued, so turns ([Note: turns] in `queues.py`) do not help: a flag that a
-training loop reads behind the step would wait for the window. So an attached optimizer holds the
-window, and the next forward pass enqueues its write-back. Whoever needs the state earlier does so
-before. Until then the window's values are the state, not those of the host.
-
 [Note: window memory] A block's memory is allocated on the current stream. This has to be the stream
 of the forward pass, whose memory pool is the only one that activations return to. So the H2D stream
 waits for earlier work of that stream. The memory is marked as used by the copy streams, and dropped
@@ -90,7 +84,7 @@ from .launches import Launches
 from .operations import scalars_of
 from .prefetch import Window
 from .queues import CudaOps, DeviceQueues
-from .schedule import WindowChunk, launch_in_host_memory, stream_chunks
+from .schedule import launch_in_host_memory, stream_chunks
 from .skip_counter import SkipCounter
 from .step_inputs import ScalerInputs, StepInputs
 from .step_upload import UploadBuffer
@@ -112,20 +106,6 @@ class PreparedStep(NamedTuple):
     launches: Launches
     params: list[torch.Tensor]
     found_inf: torch.Tensor | None
-
-
-class HeldWindow(NamedTuple):
-    """A step's window whose write-back is not enqueued yet.
-
-    Attributes:
-        chunks: chunks whose kernels are enqueued.
-        number: number of the step.
-        marks: events of the step so far.
-    """
-
-    chunks: list[WindowChunk]
-    number: int
-    marks: StepMarks
 
 
 class Pipeline:
@@ -155,7 +135,6 @@ class Pipeline:
         self._called: tuple[torch.cuda.Event, float] | None = None
         self.prefetch_host_seconds = 0.0
         self._is_enqueueing = False
-        self._held: HeldWindow | None = None
         keep_in_children(self)
 
     def reserve(self, extents: Sequence[tuple[Layout, int]], phases: Sequence[Phase], work_bytes: int) -> None:
@@ -227,13 +206,12 @@ class Pipeline:
             for group, rows in skip_rows.items()
         }
 
-    def enqueue(self, step: PreparedStep, number: int, *, hold_window: bool = False) -> None:
+    def enqueue(self, step: PreparedStep, number: int) -> None:
         """Enqueues a prepared step.
 
         Args:
             step: the step, or a part of one.
             number: number of the step, for its report.
-            hold_window: leave the window's write-back to `write_back_window`.
         """
         self._is_enqueueing = True  # and stays so if this raises
         # Kernels write to raw addresses, so autograd is told that the parameters change.
@@ -265,6 +243,7 @@ class Pipeline:
             ring.work.written_back = computed
         if written_back is not None:
             self.write_backs.note_streamed(written_back, self.window.blocks)
+        from_window = self.window.write_back(in_window, ops, computed)
         to_device = (
             Span((began, copies_began), loaded, plan.copied.to_device),
             Span((began,), computed, plan.mapped.to_device),
@@ -272,44 +251,16 @@ class Pipeline:
         to_host = (
             Span((began,), stored, plan.copied.to_host),
             Span((began,), computed, plan.mapped.to_host),
+            *from_window,
         )
         prefetched = self.window.take_copies()
         host_ms = (time.perf_counter() - host_began + self.prefetch_host_seconds) * 1e3
         self.prefetch_host_seconds = 0.0
-        marks = StepMarks(called, computed, prefetched, to_device, to_host, window_bytes, host_ms)
-        self._held = HeldWindow(in_window, number, marks)
-        if not (hold_window and in_window):
-            self._write_back_window(ops)
+        self.log.add(number, StepMarks(called, computed, prefetched, to_device, to_host, window_bytes, host_ms))
         if step.found_inf is not None:
             self.skips.count(step.found_inf, partial(ops.record, ops.compute))
             self._computed = ops.record(ops.compute)
         self._is_enqueueing = False
-
-    def write_back_window(self) -> None:
-        """Enqueues the write-back of a held window, if there is one.
-
-        All that looks at the window, reads state or begins a step calls this first. A call after an
-        interrupt continues with the chunks that are left.
-        """
-        if self._held is not None:
-            with ENQUEUE_LOCK, torch.cuda.device(self.queues.device):
-                self.queues.begin()
-                self._write_back_window(CudaOps(self.queues))
-                self.queues.end()
-
-    def _write_back_window(self, ops: CudaOps) -> None:
-        held = self._held
-        assert held is not None
-        spans = self.window.write_back(held.chunks, ops, held.marks.computed)
-        self.log.add(held.number, held.marks._replace(to_host=(*held.marks.to_host, *spans)))
-        self._held = None
-
-    def cancel_prefetch(self) -> None:
-        """Discards prefetched blocks, and a held window of a step that failed."""
-        if self._is_enqueueing:
-            self._held = None
-        if self._held is None:
-            self.window.cancel()
 
     def wait_for_params(self) -> None:
         """Waits on the host until the last step's parameters are there; see [Note: parameters in host memory]."""
@@ -318,8 +269,7 @@ class Pipeline:
 
     def wait(self) -> None:
         """Drops the window, and waits until all state of this optimizer is written back."""
-        self.cancel_prefetch()
-        self.write_back_window()
+        self.window.cancel()
         self.queues.settle()
         if self._is_enqueueing:  # a step failed while it was enqueued
             self.skips.recount()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -142,18 +143,20 @@ class Window:
         Returns:
             The span of the copies; empty if there are none.
         """
-        for block in self.blocks.keys() - {chunk.loaded.block for chunk in chunks}:
+        pending = Counter([chunk.loaded.block for chunk in chunks])
+        for block in self.blocks.keys() - pending.keys():
             del self.blocks[block]  # none of its parameters had a gradient
 
-        def written(chunk: WindowChunk, event: Event) -> None:
-            block = chunk.loaded.block
+        def written(block: WindowBlock, event: Event) -> None:
             self._write_backs.note_block(block, event)
-            if all(other is chunk or other.loaded.block is not block for other in chunks):
-                self.blocks.pop(block, None)
+            pending[block] -= 1
+            if not pending[block]:
+                del self.blocks[block]
 
         if not chunks:
             return ()
         nbytes = sum(bytes_of(chunk.to_host) for chunk in chunks)
         began = computed, ops.record(ops.d2h, timing=True)
-        write_back_window(chunks, ops, computed, written)
+        chunks.reverse()
+        write_back_window((chunks.pop() for _ in range(len(chunks))), ops, written)
         return (Span(began, ops.record(ops.d2h, timing=True), nbytes),)

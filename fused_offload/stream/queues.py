@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar
@@ -89,14 +88,6 @@ class DeviceQueues:
         with ENQUEUE_LOCK:
             torch.cuda.synchronize(self.device)  # [Note: lifetime]
             self.ring.release()
-
-
-def copies_keep_their_order() -> bool:
-    """True if all copies of one direction run in the order in which they were enqueued.
-
-    The driver then has one queue for the copies of all streams.
-    """
-    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def current_queue(device: torch.device) -> int:

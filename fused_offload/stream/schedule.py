@@ -6,7 +6,7 @@ are in `pipeline.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from fused_offload.memory.staging_ring import Slot
@@ -127,23 +127,25 @@ def launch_window(chunks: Sequence[WindowChunk], ops: StreamOps) -> None:
 
 
 def write_back_window(
-    chunks: list[WindowChunk], ops: StreamOps, computed: Event, written: Callable[[WindowChunk, Event], None]
+    chunks: Iterable[WindowChunk], ops: StreamOps, written: Callable[[WindowBlock, Event], None]
 ) -> None:
-    """Enqueues the write-back of window chunks, behind everything else; see [Note: window last].
+    """Enqueues the write-back of chunks in the window, behind everything else.
+
+    See [Note: window last].
 
     Args:
-        chunks: chunks whose kernels are enqueued. Each is removed behind its write-back, so that an
-            interrupted call can be repeated.
+        chunks: chunks whose kernels are enqueued.
         ops: queues of the device.
-        computed: event behind the kernels.
-        written: called with each chunk and the event of its write-back, before it is removed.
+        written: called with a chunk's block and the event of its write-back, right after each
+            write-back is enqueued.
     """
-    ops.wait(ops.d2h, computed)
-    while chunks:
-        chunk = chunks[0]
+    computed = None
+    for chunk in chunks:
+        if computed is None:
+            computed = ops.record(ops.compute)
+            ops.wait(ops.d2h, computed)
         ops.copy_to_host(chunk.loaded.slot, chunk.to_host)
-        written(chunk, ops.record(ops.d2h))
-        del chunks[0]
+        written(chunk.loaded.block, ops.record(ops.d2h))
 
 
 def stream_chunks(

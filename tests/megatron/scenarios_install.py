@@ -358,7 +358,10 @@ one.
 
 
 def _windows(context: Context) -> list[tuple[Any, bool, str]]:
-    """Configured window, attached or not, and the printed lines, for each case."""
+    """Configured window, attached or not, and the printed lines, for each case.
+
+    Where the variable asks for a window, the driver has one queue for the copies of a direction.
+    """
     from megatron.core.optimizer import get_megatron_optimizer
 
     results = []
@@ -368,7 +371,11 @@ def _windows(context: Context) -> list[tuple[Any, bool, str]]:
         output = io.StringIO()
         os.environ[WINDOW_VARIABLE] = variable
         try:
-            with contextlib.redirect_stdout(output), fom.installed(offload):
+            with (
+                contextlib.redirect_stdout(output),
+                fom.installed(offload),
+                replaced((os, "environ", {**os.environ, **({"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if variable else {})})),
+            ):
                 optimizer = get_megatron_optimizer(optimizer_config(spec), [build_model(spec)])
         finally:
             del os.environ[WINDOW_VARIABLE]

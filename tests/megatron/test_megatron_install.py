@@ -150,6 +150,8 @@ def test_the_variable_stands_in_for_the_window_where_no_offload_is_given(results
         == ["fused-offload: up to 6e-05 GB of it moves under the backward and the next forward pass."]
     )
     assert "--use-distributed-optimizer" in lines[5][0]
+    about_queues = ["CUDA_DEVICE_MAX_CONNECTIONS" in said for _, _, said in first]
+    assert about_queues == [False, True, True, False, False, False]
 
 
 def test_a_new_iteration_gives_back_what_was_prefetched_for_one_without_a_step(results: Results) -> None:
