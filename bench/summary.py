@@ -83,6 +83,10 @@ def summary(everything: Sequence[Source]) -> Iterator[str]:
                 yield _large_summary(results, case)
                 shown.add(model)
     for results in everything:
+        if {"stock", *_WHOLE_CASES} <= results.record.get("whole", {}).keys():
+            yield _whole_summary(results)
+            break
+    for results in everything:
         if {"hybrid", "offload-12B", "resident-12B"} <= results.record.get("cases", {}).keys():
             yield _megatron_summary(results)
             break
@@ -170,6 +174,27 @@ def _large_summary(results: Source, case: Record) -> str:
         f"tokens/s at {case['tokens']:,} tokens a step; {tflops:.0f} TFLOP/s, {recomputed:.0f} with recomputation"
         f"{share}; at most {case['peak_bytes'] / 1e9:.1f} GB of the GPU and {case['host_bytes'] / 1e9:.1f} GB of the "
         f"host; {clipping}; loss {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} iterations ({link(results)})."
+    )
+
+
+_WHOLE_CASES = {
+    "ours-100-12B-full": "12 bytes and a window of all state",
+    "ours-100-6B-auto": "6 bytes and a window in freed memory",
+    "ours-100-4.06B-auto": "4.06 bytes and such a window",
+}
+
+
+def _whole_summary(results: Source) -> str:
+    cases = results.record["whole"]
+
+    def iteration(name: str) -> str:
+        return f"{cases[name]['iteration_ms']:,.0f} ms at a peak of {cases[name]['peak_bytes'] / 1e9:.1f} GB"
+
+    ours = "; ".join(f"{words} {iteration(name)}" for name, words in _WHOLE_CASES.items())
+    return (
+        f"**A whole iteration of Megatron-LM's `pretrain_gpt.py`**, unmodified, "
+        f"{cases['ours-100-12B-full']['host_bytes'] / 12e9:.2f} billion parameters, with TransformerEngine's "
+        f"FusedAdam: {iteration('stock')}. With FusedOffloadAdam and all state on the host: {ours} ({link(results)})."
     )
 
 
