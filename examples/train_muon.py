@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -23,7 +24,7 @@ from fused_offload.optimizer import OffloadOptimizer
 
 console = Console()
 
-STATE = {"master_weights": True, "store_param_remainders": True}
+STATE: dict[str, Any] = {"master_weights": True, "store_param_remainders": True}
 """Float32 masters as 16 bits beside each bfloat16 parameter; momentum and moments are float32."""
 
 

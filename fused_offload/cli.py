@@ -171,7 +171,9 @@ def _package_of(error: ImportError | OSError) -> str | None:
 
 def _build_parser() -> tuple[_Parser, Mapping[str, argparse.ArgumentParser]]:
     """The parser, and the parser of each command by its name."""
-    parser = _Parser(prog="fused-offload", description="Adam with its state in host memory: plans, tunes, checks.")
+    parser = _Parser(
+        prog="fused-offload", description="Optimizers with their state in host memory: plans, tunes, checks."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="COMMAND")
     _add_plan(commands)
@@ -211,6 +213,13 @@ def _add_model(plan: argparse.ArgumentParser) -> None:
         model.add_argument(f"--{name}", type=units.positive_int, metavar="N", help=_SIZE_HELP.get(name))
     model.add_argument("--tied", action="store_true", help="the output layer is the embedding")
     model.add_argument("--no-gated", action="store_true", help="MLPs of two matrices instead of SwiGLU's three")
+    model.add_argument(
+        "--muon",
+        type=units.matrix,
+        metavar="ROWSxCOLUMNS",
+        help="all parameters are matrices under Muon, the largest on a rank of this size, such as 4096x11008; "
+        "--moments is then the dtype of the momentum",
+    )
 
 
 def _add_dtypes(plan: argparse.ArgumentParser) -> None:

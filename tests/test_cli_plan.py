@@ -16,7 +16,7 @@ import pytest
 import torch
 from helpers import only_error
 
-from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload import FusedOffloadAdam, FusedOffloadMuon, OffloadConfig
 from fused_offload.cli import main
 from fused_offload.profiles.machine_key import MachineKey
 from fused_offload.profiles.profile import Choice, Profile, Timing
@@ -116,6 +116,57 @@ def test_host_bytes_are_those_of_the_optimizer(param_dtype: str, master: str, mo
     planned = memory_of(sum(param.numel() for param in params), training)
     assert planned.host_state == pytest.approx(actual, rel=0.02)
     assert planned.resident_state == 0
+
+
+@pytest.mark.parametrize(("master", "moments"), [("none", "bf16"), ("remainder", "fp32"), ("fp32", "fp32")])
+def test_bytes_of_muon_are_those_of_the_optimizer(master: str, moments: str) -> None:
+    """Work memory is that of the largest matrix, whatever the model, and the ring that of a phase."""
+    shapes = [(300, 257), (64, 1000), (1031, 3), (500, 500)]
+    params = [torch.nn.Parameter(torch.zeros(shape, dtype=torch.bfloat16)) for shape in shapes]
+    optimizer = FusedOffloadMuon(
+        params,
+        master_weights=master != "none",
+        store_param_remainders=master == "remainder",
+        momentum_dtype=STORED_DTYPES[moments],
+    )
+    for param in params:
+        optimizer.initialize_state(param)
+    training = Training(master=master, exp_avg=moments, largest_matrix=(5120, 13824))
+    planned = memory_of(sum(param.numel() for param in params), training)
+    assert planned.host_state == pytest.approx(sum(optimizer.memory_report().host_bytes.values()), rel=0.02)
+    assert planned.work == 6 * 5120 * 13824 + 4 * 5120**2 + 512
+    assert memory_of(10**9, training).ring == 150_994_944
+
+
+def test_a_step_of_muon_takes_as_long_as_the_longer_of_copies_and_products(capsys: pytest.CaptureFixture[str]) -> None:
+    def step_ms(*arguments: str) -> float:
+        report = plan(capsys, "--params", "1e9", "--master", "remainder", "--link-gbps", "50", *arguments)
+        return float(report["predicted"]["alone_ms"])
+
+    assert step_ms("--muon", "2048x8192") == pytest.approx(6e9 / 50e6, rel=0.01)
+    assert step_ms("--muon", "11008x4096") == pytest.approx(162, abs=1)  # PFLOP / 0.6
+    report = plan(capsys, "--params", "1e9", "--muon", "4096x11008", "--gpu-memory", "4", "--moments", "bf16")
+    assert report["gpu_bytes"]["work"] == 337_641_984
+    assert "Newton-Schulz at 600 TFLOP/s, 162 ms" in report["notes"][0]
+    assert not any("--step-in-backward" in note or "uint8" in note for note in report["notes"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--muon", "4096"], "'4096' is not the size of a matrix, such as 4096x11008"),
+        (["--muon", "0x5"], "'0x5' is not the size of a matrix"),
+        (["--muon", "8x8", "--step-in-backward"], "Muon steps behind the backward pass and without a window"),
+        (["--muon", "8x8", "--window-bytes", "1GB"], "Muon steps behind the backward pass and without a window"),
+        (["--muon", "8x8", "--moments", "uint8"], "Muon keeps its momentum in fp32 or bf16, not in uint8"),
+    ],
+)
+def test_what_muon_cannot_do_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert main(["plan", "--params", "1e9", *arguments]) == 2
+    except SystemExit as ended:
+        assert ended.code == 2
+    assert message in only_error(capsys)
 
 
 def test_8_bit_moments_take_4_bytes_a_parameter(capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,6 +82,16 @@ def count(text: str) -> int:
     return int(value)
 
 
+def matrix(text: str) -> tuple[int, int]:
+    """Parses the size of a matrix, such as ``4096x11008``."""
+    sizes = text.lower().split("x")
+    if len(sizes) == 2 and all(size.isascii() and size.isdigit() and 0 < len(size) < 8 for size in sizes):
+        rows, columns = map(int, sizes)
+        if rows and columns:
+            return rows, columns
+    raise argparse.ArgumentTypeError(f"{text!r} is not the size of a matrix, such as 4096x11008")
+
+
 def share(text: str) -> float:
     """Parses a number from 0 to 1."""
     error = argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to 1, such as 0.75")

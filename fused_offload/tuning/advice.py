@@ -68,7 +68,7 @@ def _changes(training: Training, *, knows_gpu: bool) -> Iterator[tuple[str, Trai
         for fraction in _FRACTIONS:
             if fraction < training.offload.fraction:
                 yield f"--fraction {fraction:g}", _offloaded(training, fraction=fraction)
-    in_backward = list(_in_backward(training, singles))
+    in_backward = list(_in_backward(training, singles)) if training.largest_matrix is None else []
     yield from in_backward
     yield from _formats(training, "bf16", "uint8")
     for flags, changed in (*singles, *in_backward):
@@ -105,6 +105,8 @@ def _formats(training: Training, *moments: str) -> Iterator[tuple[str, Training]
     flag, master = ("--master remainder ", "remainder") if has_remainder else ("", training.master)
     now = training.layout().alignment_bytes
     for moment in moments:
+        if training.largest_matrix is not None and moment == "uint8":
+            continue
         narrower = dataclasses.replace(training, master=master, exp_avg=moment, exp_avg_sq=moment)
         if narrower.layout().alignment_bytes < now:
             yield f"{flag}--moments {moment}", narrower

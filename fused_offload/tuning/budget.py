@@ -14,14 +14,17 @@ import torch
 
 from fused_offload.config import OffloadConfig
 from fused_offload.kernels.formats import REMAINDER, Format
+from fused_offload.kernels.muon import newton_schulz
 from fused_offload.memory.staging_ring import RingNeed
 from fused_offload.model_hooks.backward_step import PART_BYTES
 from fused_offload.plan.transfer_settings import streaming_of
 from fused_offload.profiles.profile import Profile
 from fused_offload.profiles.units import MOST_PARAMS
+from fused_offload.rules.adam import AdamRule
 from fused_offload.rules.adam_arguments import EXP_AVG_SQ_FORMATS
 from fused_offload.rules.arguments import EXP_AVG_FORMATS, MASTER_FORMATS
 from fused_offload.rules.base import MASTER_PARAM
+from fused_offload.rules.muon import MOMENTUM_FORMATS, MuonRule
 from fused_offload.state.layout import ALIGNMENT, Layout, align, extent_place, slot_bytes
 
 from .cli_choices import DTYPES, MOMENT_DTYPES
@@ -51,6 +54,8 @@ class Training:
             ``"auto"`` is part of it.
         in_backward: True if gradients are applied and freed during the backward pass
             (`step_in_backward`).
+        largest_matrix: rows and columns of the largest matrix on a rank, if all parameters are
+            matrices under Muon, whose momentum has the dtype ``exp_avg``. None for Adam.
     """
 
     param_dtype: str = "bf16"
@@ -65,8 +70,13 @@ class Training:
     ranks_per_node: int = 1
     other_gpu_bytes: int = 0
     in_backward: bool = False
+    largest_matrix: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
+        if self.largest_matrix is not None and (self.in_backward or self.offload.window_bytes != 0):
+            raise ValueError("Muon steps behind the backward pass and without a window: leave both out")
+        if self.largest_matrix is not None and STORED_DTYPES[self.exp_avg] not in MOMENTUM_FORMATS:
+            raise ValueError(f"Muon keeps its momentum in fp32 or bf16, not in {self.exp_avg}")
         if self.in_backward and self.offload.window_bytes != 0:
             raise ValueError("stepping in backward needs window_bytes=0: its copies run under the backward pass anyway")
 
@@ -85,6 +95,8 @@ class Training:
             "exp_avg": EXP_AVG_FORMATS[STORED_DTYPES[self.exp_avg]],
             "exp_avg_sq": EXP_AVG_SQ_FORMATS[STORED_DTYPES[self.exp_avg_sq]],
         }
+        if self.largest_matrix is not None:
+            formats = dict(MuonRule(momentum_dtype=STORED_DTYPES[self.exp_avg]).formats)
         if self.master == "remainder":
             formats[MASTER_PARAM] = REMAINDER
         elif self.master != "none":
@@ -101,6 +113,7 @@ class Memory:
         grads: gradients, on the GPU.
         resident_state: state that is not offloaded, on the GPU.
         ring: staging ring, on the GPU.
+        work: work memory of operations on whole matrices, on the GPU.
         window: additional GPU memory of the window; 0 for ``"auto"``.
         other: GPU memory that the caller counts for other purposes.
         host_state: offloaded state of a rank, in host memory.
@@ -112,6 +125,7 @@ class Memory:
     grads: int
     resident_state: int
     ring: int
+    work: int
     window: int
     other: int
     host_state: int
@@ -121,7 +135,7 @@ class Memory:
     @property
     def gpu(self) -> int:
         """Sum of all GPU memory."""
-        return self.params + self.grads + self.resident_state + self.ring + self.window + self.other
+        return self.params + self.grads + self.resident_state + self.ring + self.work + self.window + self.other
 
     @property
     def state_in_save(self) -> int:
@@ -203,7 +217,8 @@ def memory_of(param_numel: int, training: Training) -> Memory:
         params=held_numel * PARAM_DTYPES[training.param_dtype].itemsize,
         grads=min(PART_BYTES, grads) if training.in_backward else grads,
         resident_state=_extent_bytes(layout, align(max(0, shard_numel - offloaded))),
-        ring=_ring_bytes(layout, offloaded, offload),
+        ring=_ring_bytes(layout, offloaded, training),
+        work=_work_bytes(training),
         window=window,
         other=training.other_gpu_bytes,
         host_state=host,
@@ -217,14 +232,25 @@ def _extent_bytes(layout: Layout, numel: int) -> int:
     return extent_place(layout, numel).nbytes if numel else 0
 
 
-def _ring_bytes(layout: Layout, numel: int, offload: OffloadConfig) -> int:
+def _ring_bytes(layout: Layout, numel: int, training: Training) -> int:
     if not numel:
         return 0
     # No profile is read for the CPU: callers have replaced "auto" by this machine's profile.
-    chunk_bytes, depth, programs = streaming_of(offload, torch.device("cpu"), layout.state_bytes(numel))
-    if programs is not None:
+    chunk_bytes, depth, programs = streaming_of(training.offload, torch.device("cpu"), layout.state_bytes(numel))
+    if programs is not None and training.largest_matrix is None:
         return 0
-    return depth * RingNeed(depth, slot_bytes(layout, numel, chunk_bytes)).aligned_slot_bytes
+    phases = (AdamRule if training.largest_matrix is None else MuonRule).phases
+    moved = [layout.only(phase.keys) for phase in phases]
+    largest = max(slot_bytes(part, numel, chunk_bytes) for part in moved if part.keys)
+    return depth * RingNeed(depth, largest).aligned_slot_bytes
+
+
+def _work_bytes(training: Training) -> int:
+    """Bytes of the arrays of two matrices and of the scratch of one operation."""
+    if training.largest_matrix is None:
+        return 0
+    matrix = torch.empty(training.largest_matrix, device="meta")
+    return 4 * matrix.numel() + newton_schulz.scratch_bytes(matrix)
 
 
 @dataclass(frozen=True)
@@ -241,7 +267,7 @@ class StepTime:
     exposed_ms: float
 
 
-def step_time(memory: Memory, link_gbps: float) -> StepTime:
+def step_time(memory: Memory, link_gbps: float, compute_ms: float = 0.0) -> StepTime:
     """Predicts the step from bytes and the speed of the link.
 
     Kernels, launches and the slowdown of concurrent work are not counted.
@@ -249,9 +275,28 @@ def step_time(memory: Memory, link_gbps: float) -> StepTime:
     Args:
         memory: memory of the model.
         link_gbps: GB/s each way with both directions busy.
+        compute_ms: time of operations on whole matrices, which the copies run beside.
     """
     exposed = memory.host_state - memory.hidden
-    return StepTime(memory.host_state / link_gbps / 1e6, exposed / link_gbps / 1e6)
+    return StepTime(max(compute_ms, memory.host_state / link_gbps / 1e6), max(compute_ms, exposed / link_gbps / 1e6))
+
+
+NEWTON_SCHULZ_TFLOPS = 600.0
+"""Assumed speed of large bfloat16 products on an H100 or H200."""
+
+
+def newton_schulz_ms(param_numel: int, training: Training) -> float:
+    """Time of a rank's Newton-Schulz iterations, 5 steps each, if all its matrices are of the largest size.
+
+    Args:
+        param_numel: parameters of the whole model.
+        training: settings of the training run.
+    """
+    if training.largest_matrix is None:
+        return 0.0
+    rows, columns = sorted(training.largest_matrix)
+    flop = 5 * (4 * rows + 2 * rows * rows / columns)  # for each element
+    return param_numel / training.model_parallel / training.data_parallel * flop / NEWTON_SCHULZ_TFLOPS / 1e9
 
 
 def profile_step_time(memory: Memory, training: Training, profile: Profile) -> StepTime:

@@ -19,7 +19,18 @@ from fused_offload.profiles.profile_files import Found
 from fused_offload.profiles.units import MIB, MOST_PARAMS
 
 from .advice import advice
-from .budget import Memory, StepTime, Training, fits_into, largest_model, memory_of, profile_step_time, step_time
+from .budget import (
+    NEWTON_SCHULZ_TFLOPS,
+    Memory,
+    StepTime,
+    Training,
+    fits_into,
+    largest_model,
+    memory_of,
+    newton_schulz_ms,
+    profile_step_time,
+    step_time,
+)
 from .cli_choices import DEFAULT_LINK_GBPS
 from .output import new_console
 from .sizes import MEGATRON_SIZES, Decoder, count_config, head_dim_of
@@ -70,6 +81,7 @@ def _training(options: argparse.Namespace) -> Training:
         window_bytes=options.window_bytes,
         chunk_bytes=options.chunk_bytes,
         depth=options.depth or "auto",
+        transport="auto" if options.muon is None else "copy",
     )
     return Training(
         param_dtype=options.param_dtype,
@@ -84,6 +96,7 @@ def _training(options: argparse.Namespace) -> Training:
         ranks_per_node=options.ranks_per_node,
         other_gpu_bytes=int(options.other_gpu * 1e9),
         in_backward=options.step_in_backward,
+        largest_matrix=options.muon,
     )
 
 
@@ -140,23 +153,31 @@ class _Prediction(NamedTuple):
     how: str
 
 
-def _predict(options: argparse.Namespace, training: Training, memory: Memory, profile: Profile | None) -> _Prediction:
-    if profile is not None:
+def _predict(
+    options: argparse.Namespace, numel: int, training: Training, memory: Memory, profile: Profile | None
+) -> _Prediction:
+    if profile is not None and training.largest_matrix is None:
         time = profile_step_time(memory, training, profile)
         rate = memory.host_state / time.alone_ms / 1e6 if memory.host_state else profile.duplex_gbps
         return _Prediction(
             time, rate, "profile", f"from steps that fused-offload tune measured on this machine, {profile.measured}"
         )
-    link_gbps = options.link_gbps or DEFAULT_LINK_GBPS
+    link_gbps = options.link_gbps or (DEFAULT_LINK_GBPS if profile is None else profile.duplex_gbps)
     link, source = "given by --link-gbps", "link_gbps"
-    if options.link_gbps is None:
+    if profile is not None:
+        link, source = "of this machine's profile", "profile"
+    elif options.link_gbps is None:
         link = "an assumption: what an H100 over PCIe 5 x16 reaches; give your own with --link-gbps"
         source = "assumption"
-    how = (
-        f"from bytes / {link_gbps:g} GB/s each way ({link}). Kernels, launches and the slowdown of what runs beside "
-        "the copies are not counted"
-    )
-    return _Prediction(step_time(memory, link_gbps), link_gbps, source, how)
+    compute_ms = newton_schulz_ms(numel, training)
+    bounds = f"bytes / {link_gbps:g} GB/s each way ({link})"
+    if compute_ms:
+        bounds = (
+            f"the longer of {bounds} and Newton-Schulz at {NEWTON_SCHULZ_TFLOPS:g} TFLOP/s, {_duration(compute_ms)} "
+            "(an assumption for large matrices on an H100)"
+        )
+    how = f"from {bounds}. Kernels, launches and the slowdown of what runs beside the copies are not counted"
+    return _Prediction(step_time(memory, link_gbps, compute_ms), link_gbps, source, how)
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -174,7 +195,7 @@ def plan(options: argparse.Namespace) -> int:
     training = training_of(numel)
     memory = memory_of(numel, training)
     settled = _streaming_by(None, training, memory.host_state)
-    prediction = _predict(options, training, memory, profile)
+    prediction = _predict(options, numel, training, memory, profile)
     time = prediction.time
     limits: dict[str, int | None] = {
         "gpu_bytes": None if options.gpu_memory is None else int(options.gpu_memory * 1e9),
@@ -186,7 +207,8 @@ def plan(options: argparse.Namespace) -> int:
         "training": dataclasses.asdict(settled),
         "gpu_bytes": {
             **{
-                name: getattr(memory, name) for name in ("params", "grads", "resident_state", "ring", "window", "other")
+                name: getattr(memory, name)
+                for name in ("params", "grads", "resident_state", "ring", "work", "window", "other")
             },
             "total": memory.gpu,
         },
@@ -235,6 +257,11 @@ def _notes(options: argparse.Namespace, memory: Memory, prediction: _Prediction,
         notes.append(
             f"A window of 'auto' takes what activations gave back, and no more GPU memory: up to {_gb(memory.hidden)} "
             "of state, for activations are no more than --other-gpu. How much it is, only a run can tell."
+        )
+    if options.muon is not None:
+        notes.append(
+            "All parameters are counted as matrices under Muon, and for the iteration as of the size of the largest; "
+            "plan embeddings, the output layer and all others by themselves, without --muon."
         )
     if options.step_in_backward:
         size = f"{PART_BYTES / MIB:g} MiB"
@@ -328,9 +355,12 @@ def _show_plan(report: dict[str, Any], training: Training) -> None:
         "grads": f"gradients, {training.grad_dtype}" + (", those that wait" if training.in_backward else ""),
         "resident_state": "state that stays",
         "ring": _ring_label(training),
+        "work": "work memory of Muon",
         "window": "window, in place of activations" if training.offload.window_bytes == "auto" else "window",
         "other": "other",
     }
+    if training.largest_matrix is None:
+        del names["work"]
     for name, label in names.items():
         table.add_row(f"GPU: {label}", _gb(gpu[name]))
     table.add_row("GPU in all", _gb(gpu["total"]), words[fits["gpu"]], end_section=True)
