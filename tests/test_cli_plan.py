@@ -151,24 +151,6 @@ def test_a_step_of_muon_takes_as_long_as_the_longer_of_copies_and_products(capsy
     assert not any("--step-in-backward" in note or "uint8" in note for note in report["notes"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--muon", "4096"], "'4096' is not the size of a matrix, such as 4096x11008"),
-        (["--muon", "0x5"], "'0x5' is not the size of a matrix"),
-        (["--muon", "8x8", "--step-in-backward"], "Muon steps behind the backward pass and without a window"),
-        (["--muon", "8x8", "--window-bytes", "1GB"], "Muon steps behind the backward pass and without a window"),
-        (["--muon", "8x8", "--moments", "uint8"], "Muon keeps its momentum in fp32 or bf16, not in uint8"),
-    ],
-)
-def test_what_muon_cannot_do_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    try:
-        assert main(["plan", "--params", "1e9", *arguments]) == 2
-    except SystemExit as ended:
-        assert ended.code == 2
-    assert message in only_error(capsys)
-
-
 def test_8_bit_moments_take_4_bytes_a_parameter(capsys: pytest.CaptureFixture[str]) -> None:
     training = Training(master="remainder", exp_avg="uint8", exp_avg_sq="uint8")
     assert memory_of(10**9, training).host_state == pytest.approx(4.0625e9, rel=1e-4)
@@ -656,6 +638,11 @@ def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", *DECODER, "--heads", "4", "--layers", "1e17"], "beyond what can be planned"),
         (["plan", "--params", "1e9", "--master", "remainder", "--param-dtype", "fp16"], "remainder needs bf16"),
         (["plan", "--config", "missing.json"], "cannot be read"),
+        (["plan", "--params", "1e9", "--muon", "4096"], "'4096' is not the size of a matrix, such as 4096x11008"),
+        (["plan", "--params", "1e9", "--muon", "0x5"], "'0x5' is not the size of a matrix"),
+        (["plan", "--params", "1e9", "--muon", "8x8", "--step-in-backward"], "Muon steps behind the backward pass"),
+        (["plan", "--params", "1e9", "--muon", "8x8", "--window-bytes", "1GB"], "and without a window"),
+        (["plan", "--params", "1e9", "--muon", "8x8", "--moments", "uint8"], "fp32 or bf16, not in uint8"),
         (["sweep"], "invalid choice"),
         ([], "required"),
     ],
