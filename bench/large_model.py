@@ -8,6 +8,8 @@ Tokens a second, memory, and what the step adds.
     python bench/large_model.py --results FILE.json --find-largest --in-backward --moments uint8
     python bench/large_model.py --results FILE.json --params 8.1e9 --width 4096 --vocab 128256 \
         --batch 1 --in-backward --gpu-memory 24                      # a card of 24 GB
+    python bench/large_model.py --results FILE.json --params 13.4e9 --width 8192 --vocab 32768 \
+        --batch 8 --microbatches 1 --moments uint8 --params-on-host --gpu-memory 24
     python bench/large_model.py --tiny --device cpu                  # seconds, says nothing
 
 Random weights in bfloat16, made on the GPU; real text (sources of the machine's Python packages, as
@@ -15,6 +17,11 @@ Random weights in bfloat16, made on the GPU; real text (sources of the machine's
 time. The state is a 16-bit remainder and two moments in page-locked host memory. Each case is a
 process of its own, and what `fused-offload plan` predicts is recorded beside what was measured.
 Results are added to those that the file has already.
+
+With ``--params-on-host`` FSDP2 shards the model over the one GPU with ``CPUOffloadPolicy``. Each
+block then takes the sequences of a batch one after the other, so that one visit of its parameters
+serves all of them. ``--optimizer torch`` steps them by torch's fused AdamW on the CPU instead, with
+everything in bfloat16.
 """
 
 from __future__ import annotations
@@ -37,17 +44,21 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from clock import mark, ms_between, wall_ms
 from copies_only import run_copies_only
 from gpt import Gpt
 from machine import check_device, machine_facts, make_current
 from quality import Size, Text, read_text, windows
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from fused_offload import FusedOffloadAdam, OffloadConfig, cli
 from fused_offload.memory.host_limits import available_host_bytes
+from fused_offload.state.memory_report import MemoryReport
 from fused_offload.tuning.budget import Training, memory_of
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "uint8": torch.uint8}
@@ -79,16 +90,34 @@ class Decoder(Gpt):
         """``[batch, length + 1]`` tokens to the mean loss, in float32."""
         x = self.tokens(tokens[:, :-1]) + self.places.weight
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+            x = block(x) if isinstance(block, OneByOne) else recomputed(block, x)
         hidden, targets = self.norm(x).flatten(0, 1), tokens[:, 1:].flatten()
         parts = [
-            checkpoint(self._loss_sum, *part, use_reentrant=False, preserve_rng_state=False)
+            recomputed(self._loss_sum, *part)
             for part in zip(hidden.split(LOSS_TOKENS), targets.split(LOSS_TOKENS), strict=True)
         ]
         return torch.stack(parts).sum() / targets.numel()
 
     def _loss_sum(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(self.head(hidden).float(), targets, reduction="sum")
+
+
+def recomputed(function: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    """The result of a function of which the backward pass computes everything again."""
+    result: torch.Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    return result
+
+
+class OneByOne(nn.Module):
+    """A block that takes one sequence after the other, and is one visit of its parameters to the GPU."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``[batch, length, width]`` to the same."""
+        return torch.cat([recomputed(self.block, sequence) for sequence in x.split(1)])
 
 
 def layer_numel(width: int) -> int:
@@ -110,31 +139,49 @@ def other_bytes(layers: int, options: argparse.Namespace) -> int:
     gradients, and gradients of embedding and output layer before they are added up.
     """
     tokens = options.batch * options.length
-    activations = 2 * tokens * options.width * (layers + 34)
     logits = 16 * min(LOSS_TOKENS, tokens) * options.vocab
-    return activations + logits + 3 * 2 * options.vocab * options.width
+    if not options.params_on_host:
+        activations = 2 * tokens * options.width * (layers + 34)
+        return activations + logits + 3 * 2 * options.vocab * options.width
+    # Beside the inputs of every block: input, output and their gradients; what one sequence takes
+    # in a block; a block, its gradients, and these twice more while FSDP reduces and copies them;
+    # embedding and output layer with their gradients.
+    activations = 2 * tokens * options.width * (layers + 4) + 2 * options.length * options.width * 34
+    return activations + logits + 4 * 2 * layer_numel(options.width) + 4 * 2 * options.vocab * options.width
 
 
 @torch.no_grad()
 def build_model(options: argparse.Namespace, device: torch.device) -> Decoder:
-    """The model in bfloat16, initialised as GPT-2 where it will stay."""
+    """The model in bfloat16, initialised on the device as GPT-2 is; sharded block by block if asked to."""
     with torch.device("meta"):
         model = Decoder(options).bfloat16()
-    model.to_empty(device=device)
     torch.manual_seed(0)
-    for module in model.modules():
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=0.02)
-        elif isinstance(module, nn.LayerNorm):
-            module.reset_parameters()
-    for block in model.blocks:
-        for branch in (block.out, block.down):
-            nn.init.normal_(branch.weight, std=0.02 / math.sqrt(2 * options.layers))
-    return model
+    sharding: Record = {}
+    if options.params_on_host:
+        policy = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        sharding = {"mesh": init_device_mesh(device.type, (1,)), "offload_policy": policy}
+    for index, block in enumerate(model.blocks):
+        initialise(block.to_empty(device=device), options)
+        if sharding:
+            model.blocks[index] = fully_shard(OneByOne(block), **sharding)
+    for outside in (model.tokens, model.places, model.norm, model.head):
+        initialise(outside.to_empty(device=device), options)
+    return fully_shard(model, **sharding) if sharding else model
 
 
-def build_optimizer(params: list[nn.Parameter], options: argparse.Namespace) -> FusedOffloadAdam:
-    """The optimizer, its state page-locked but not written yet."""
+def initialise(module: nn.Module, options: argparse.Namespace) -> None:
+    """Values of GPT-2."""
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(part.weight, std=0.02 / math.sqrt(2 * options.layers) if name in ("out", "down") else 0.02)
+        elif isinstance(part, nn.LayerNorm):
+            part.reset_parameters()
+
+
+def build_optimizer(params: list[nn.Parameter], options: argparse.Namespace) -> Any:
+    """The optimizer, its state page-locked but not written yet; or torch's."""
+    if options.optimizer == "torch":
+        return torch.optim.AdamW(params, lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     optimizer = FusedOffloadAdam(
         params,
         lr=PEAK_LR,
@@ -159,6 +206,7 @@ def predict(options: argparse.Namespace, gpu_bytes: int, host_bytes: int) -> Rec
         *("--host-memory", str(host_bytes / 1e9)),
         *(["--gpu-memory", str(gpu_bytes / 1e9)] if gpu_bytes else []),
         *(["--step-in-backward"] if options.in_backward else []),
+        *(["--params-on-host"] if options.params_on_host else []),
     ]
     with contextlib.redirect_stdout(io.StringIO()) as out:
         code = cli.main(arguments)
@@ -216,10 +264,10 @@ class Iteration(NamedTuple):
 
 
 def train(
-    model: Decoder, optimizer: FusedOffloadAdam, text: Text, options: argparse.Namespace, deadline: float
+    model: Decoder, optimizer: Any, text: Text, options: argparse.Namespace, deadline: float
 ) -> Iterator[Iteration]:
     """Trains; ends early where another iteration would end after the deadline."""
-    device = next(model.parameters()).device
+    device = torch.device(options.device)
     size = size_of(options)
     order = torch.Generator().manual_seed(0)
     params = list(model.parameters())
@@ -243,9 +291,11 @@ def train(
             part.backward()
             loss += part.detach()
         passed = mark(device)
-        if not options.in_backward:
+        if options.params_on_host and options.optimizer == "ours":
+            optimizer.clip_grad_norm_(1.0)
+        elif not options.in_backward:
             nn.utils.clip_grad_norm_(params, 1.0)
-        clipped, window_bytes = mark(device), optimizer.window_bytes()
+        clipped, window_bytes = mark(device), optimizer.window_bytes() if options.optimizer == "ours" else 0
         optimizer.step()
         stepped = mark(device)
         model.zero_grad(set_to_none=True)
@@ -321,8 +371,12 @@ def case_records(options: argparse.Namespace) -> Iterator[Record]:
     gpu_bytes, host_bytes = limits(options)
     if options.gpu_memory is not None and device.type == "cuda":
         limit_allocator(gpu_bytes)
+    if options.params_on_host:
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     predicted = predict(options, gpu_bytes, host_bytes)
     names = ("layers", "width", "vocab", "length", "batch", "microbatches", "window_bytes", "in_backward", "moments")
+    names = (*names, "params_on_host", "optimizer")
     record: Record = {
         "param_numel": param_numel(options.layers, options),
         **{name: getattr(options, name) for name in names},
@@ -366,15 +420,19 @@ def case_records(options: argparse.Namespace) -> Iterator[Record]:
         yield record
     if attachment is not None:
         attachment.detach()
-    if not options.in_backward and device.type == "cuda" and not options.find_largest:
+    if not (options.in_backward or options.params_on_host) and device.type == "cuda" and not options.find_largest:
         yield record | step_alone(optimizer, params)
-    optimizer.close()
+    if options.optimizer == "ours":
+        optimizer.close()
+    if options.params_on_host:
+        dist.destroy_process_group()
 
 
-def summary(iterations: list[Iteration], optimizer: FusedOffloadAdam, record: Record, device: torch.device) -> Record:
+def summary(iterations: list[Iteration], optimizer: Any, record: Record, device: torch.device) -> Record:
     """Results of the iterations so far, without the warm-up as soon as there are others."""
     timed = iterations[min(2, len(iterations) - 1) :]
-    report = optimizer.memory_report()
+    is_ours = isinstance(optimizer, FusedOffloadAdam)
+    report = optimizer.memory_report() if is_ours else MemoryReport(host_bytes=bytes_of_state(optimizer))
     middle_ms = median(one.wall_ms for one in timed)
     result: Record = {
         "timed_iterations": len(timed),
@@ -399,9 +457,18 @@ def summary(iterations: list[Iteration], optimizer: FusedOffloadAdam, record: Re
             "gpu_total_bytes": total,
             "allocation_retries": torch.cuda.memory_stats(device)["num_alloc_retries"],
         }
-        step = optimizer.last_step_report()
+        step = optimizer.last_step_report() if is_ours else None
         result["step_report"] = None if step is None else str(step)
     return result
+
+
+def bytes_of_state(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of the state of an optimizer of torch's by key."""
+    found: dict[str, int] = {}
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            found[key] = found.get(key, 0) + value.numel() * value.element_size()
+    return found
 
 
 # -- cases, and the search for the largest model ---------------------------------------------------
@@ -432,6 +499,8 @@ def in_child(options: argparse.Namespace, limit_s: float) -> Record:
 def name_of(options: argparse.Namespace) -> str:
     """Name of a case."""
     way = "in-backward" if options.in_backward else f"window-{options.window_bytes}"
+    if options.params_on_host:
+        way = "on-host" if options.optimizer == "ours" else "on-host-torch"
     numel = param_numel(options.layers, options)
     limit = "" if options.gpu_memory is None else f"-in-{options.gpu_memory:g}GB"
     length = f"-{options.batch * options.length * options.microbatches}-tokens"
@@ -478,9 +547,10 @@ def largest_layers(options: argparse.Namespace, gpu_bytes: int, host_bytes: int)
             offload=OffloadConfig(window_bytes=options.window_bytes),
             other_gpu_bytes=other_bytes(layers, options),
             in_backward=options.in_backward,
+            params_on_host=options.params_on_host,
         )
         memory = memory_of(param_numel(layers, options), training)
-        return memory.gpu <= gpu_bytes and memory.host_state <= host_bytes
+        return memory.gpu <= gpu_bytes and memory.node <= host_bytes
 
     layers = 0
     while fits(layers + 1):
@@ -563,6 +633,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--window-bytes", type=lambda text: text if text == "auto" else int(float(text)), default=0)
     parser.add_argument("--moments", choices=MOMENTS, default="bf16")
     parser.add_argument("--in-backward", action="store_true", help="step_in_backward: no clipping, one microbatch")
+    parser.add_argument("--params-on-host", action="store_true", help="FSDP2's CPUOffloadPolicy, on one GPU")
+    parser.add_argument("--optimizer", choices=("ours", "torch"), default="ours", help="with --params-on-host")
     parser.add_argument("--find-largest", action="store_true", help="from the largest model that should fit downwards")
     parser.add_argument("--attempts", type=int, default=4, help="of --find-largest")
     parser.add_argument("--search-seconds", type=float, default=540, help="for all attempts; default: %(default)g")
@@ -580,6 +652,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.microbatches = 1 if options.in_backward else 2
     if options.in_backward and (options.microbatches != 1 or options.window_bytes != 0):
         parser.error("--in-backward steps in every backward pass: one microbatch, no window")
+    if options.params_on_host and (options.microbatches != 1 or options.window_bytes != 0 or options.in_backward):
+        parser.error(
+            "--params-on-host takes a batch at once, one sequence after the other in each block: set --batch "
+            "and --microbatches 1, without a window and --in-backward"
+        )
+    if options.optimizer == "torch" and not options.params_on_host:
+        parser.error("--optimizer torch goes with --params-on-host")
     if options.width % 128:
         parser.error("--width should be a multiple of 128, the width of a head")
     if options.layers is None:

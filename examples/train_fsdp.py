@@ -7,8 +7,10 @@ that resume on any number of processes.
     torchrun --nproc-per-node 8 examples/train_fsdp.py --folder run --steps 200
     torchrun --nproc-per-node 4 examples/train_fsdp.py --folder run --steps 400
 
-The second command goes on from the last checkpoint of the first. Needs torchrun, and a GPU for each
-process; without GPUs it trains a tiny model over gloo.
+The second command goes on from the last checkpoint of the first. With ``--cpu-offload`` parameters
+and gradients are in host memory, too, and FSDP brings each layer to the GPU; either kind of run
+goes on from checkpoints of the other. Needs torchrun, and a GPU for each process; without GPUs it
+trains a tiny model over gloo.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from fused_offload import FusedOffloadAdam
@@ -121,15 +123,16 @@ def read_text() -> Tensor:
     return torch.frombuffer(bytearray(b"".join(map(Path.read_bytes, paths))[:MAX_TEXT_BYTES]), dtype=torch.uint8)
 
 
-def build(device: torch.device, context: int, total_steps: int) -> TrainState:
+def build(device: torch.device, context: int, total_steps: int, *, cpu_offload: bool) -> TrainState:
     """Model, optimizer and schedule at step 0."""
     torch.manual_seed(0)
     width, layers, heads = (1024, 12, 16) if device.type == "cuda" else (32, 2, 2)
     model = GPT(width, layers, heads, context).to(device)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if cpu_offload else OffloadPolicy()
     for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(block, mp_policy=policy, offload_policy=offload)
+    fully_shard(model, mp_policy=policy, offload_policy=offload)
     optimizer = FusedOffloadAdam(model.parameters(), lr=1e-3, weight_decay=0.1)
     optimizer.reserve_gpu_memory()
     scheduler = torch.optim.lr_scheduler.LambdaLR(
@@ -152,7 +155,7 @@ def train_step(
         loss = state.model(batch) / microbatches
         loss.backward()
         total += loss.detach()
-    norm: Any = nn.utils.clip_grad_norm_(state.model.parameters(), MAX_GRAD_NORM)
+    norm: Any = state.optimizer.clip_grad_norm_(MAX_GRAD_NORM)
     state.optimizer.step()
     state.scheduler.step()
     state.optimizer.zero_grad()
@@ -203,6 +206,7 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=2, help="passes for each step")
     parser.add_argument("--context", type=int, default=128, help="bytes that a sequence has")
     parser.add_argument("--total-steps", type=int, default=1000, help="steps of the learning rate schedule")
+    parser.add_argument("--cpu-offload", action="store_true", help="parameters and gradients in host memory, too")
     args = parser.parse_args()
     if "LOCAL_RANK" not in os.environ:
         parser.error("start it by torchrun: torchrun --nproc-per-node 2 examples/train_fsdp.py --folder run")
@@ -211,7 +215,7 @@ def main() -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo")
-    state = build(device, args.context, args.total_steps)
+    state = build(device, args.context, args.total_steps, cpu_offload=args.cpu_offload)
     resumed = last_checkpoint(args)
     if resumed is not None:
         dcp.load({"train": state}, checkpoint_id=folder_of(args, resumed))

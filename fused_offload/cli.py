@@ -281,6 +281,11 @@ def _add_offload(plan: argparse.ArgumentParser) -> None:
         "--step-in-backward", action="store_true", help="gradients are applied and freed during the backward pass"
     )
     offload.add_argument(
+        "--params-on-host",
+        action="store_true",
+        help="FSDP2's CPUOffloadPolicy: parameters and gradients are in host memory, too",
+    )
+    offload.add_argument(
         "--chunk-bytes",
         type=units.chunk_bytes,
         default="auto",

@@ -196,6 +196,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             rule.check_param(param)
         if any(placement.placement_of(param).on_host for param in params):
             check_params_on_host(self.offload, rule.phases, type(self).__name__)
+            self._store.check_room([*self._params_with_state(), *(param for param in params if not is_frozen(param))])
         elif not self._warned_cpu_shards and any(is_offloaded_by_fsdp(p) and local_of(p).numel() for p in params):
             self._warned_cpu_shards = True
             warnings.warn(

@@ -86,6 +86,44 @@ def test_the_large_model_trains_tiny(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert record["host_bytes"] == pytest.approx(planned, rel=0.02) == pytest.approx(6 * record["param_numel"], 0.02)
 
 
+@pytest.mark.parametrize("optimizer", ["ours", "torch"])
+def test_the_large_model_trains_tiny_with_parameters_on_the_host(
+    optimizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program = importlib.import_module("large_model")
+    arguments = ["--tiny", "--device", "cpu", "--text-bytes", "500000", "--microbatches", "1", "--params-on-host"]
+    options = program.parse([*arguments, "--optimizer", optimizer, "--moments", "uint8"])
+    program.run_case(options, tmp_path / "case.json")
+    record = json.loads((tmp_path / "case.json").read_text())
+    assert program.has_trained(record), record.get("failed")
+    assert "failed" not in record
+    assert record["predicted"]["host_bytes"]["rank_params_and_grads"] == 4 * record["param_numel"]
+    bytes_of_state = 4 if optimizer == "torch" else 4.0625
+    assert record["host_bytes"] == pytest.approx(bytes_of_state * record["param_numel"], 0.03)
+
+
+def test_a_model_whose_sequences_go_one_by_one_is_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program = importlib.import_module("large_model")
+    options = program.parse(["--tiny", "--device", "cpu"])
+    model = program.build_model(options, torch.device("cpu"))
+    tokens = torch.randint(0, options.vocab, (3, options.length + 1))
+    whole = model(tokens)
+    model.blocks = torch.nn.ModuleList(map(program.OneByOne, model.blocks))
+    assert model(tokens).item() == pytest.approx(whole.item(), rel=1e-2)
+
+
+def test_a_step_of_parameters_on_the_host_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "host.json"
+    command = [sys.executable, "bench/params_on_host.py", "--tiny", "--device", "cpu", "--results", str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(path.read_text())["params_on_host"]
+    assert {"remainder and 8 bits", "12 bytes", "cpu", "machine"} == set(record)
+    assert len(record["cpu"]) == 4
+
+
 def test_the_step_of_a_large_model_is_timed_alone_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "bench")
     program, page = importlib.import_module("large_model"), importlib.import_module("page")

@@ -252,6 +252,52 @@ def test_stepping_in_backward_needs_no_memory_for_gradients_and_hides_the_step(
         assert "window_bytes=0" in capsys.readouterr().err
 
 
+def test_parameters_on_the_host_take_its_memory_and_the_links_time(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--params", "1e9", "--master", "remainder", "--moments", "uint8", "--link-gbps", "50")
+    without, report = plan(capsys, *arguments), plan(capsys, *arguments, "--params-on-host")
+    assert report["gpu_bytes"]["params"] == report["gpu_bytes"]["grads"] == 0
+    # Chunks are as large as they were: with parameters and gradients they hold fewer elements.
+    assert report["gpu_bytes"]["ring"] == pytest.approx(without["gpu_bytes"]["ring"], rel=1e-3)
+    assert report["host_bytes"]["rank"] == without["host_bytes"]["rank"]
+    assert report["host_bytes"]["rank_params_and_grads"] == 4 * 10**9
+    assert report["host_bytes"]["node"] == pytest.approx(8.0625e9, rel=1e-5)
+    assert report["host_bytes"]["node_in_save"] == pytest.approx(12.125e9, rel=1e-5)
+    assert report["predicted"]["alone_ms"] == pytest.approx(8.0625e9 / 50e6, rel=1e-5)
+    assert any("layer by layer" in note for note in report["notes"])
+    float32 = plan(capsys, *arguments, "--params-on-host", "--grad-dtype", "fp32", "--fraction", "0")
+    assert float32["host_bytes"]["node"] == pytest.approx(10.0625e9, rel=1e-5)
+    shared = plan(capsys, *arguments, "--params-on-host", "--data-parallel", "8", "--shard-params")
+    assert shared["host_bytes"]["rank_params_and_grads"] == 4 * 10**9 // 8
+    limited = plan(capsys, *arguments, "--params-on-host", "--host-memory", "129")
+    assert limited["largest_param_numel"]["training"] == pytest.approx(16e9, rel=1e-3)
+    assert main(["plan", *arguments, "--params-on-host"]) == 0
+    assert "parameters and gradients │ 4.000 GB" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--step-in-backward", "one of the two"),
+        ("--window-bytes 1GB", "window_bytes=0"),
+        ("--data-parallel 2", "--shard-params"),
+        ("--muon 1024x1024", "Muon"),
+    ],
+)
+def test_what_does_not_go_with_parameters_on_the_host(
+    arguments: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--params", "1e9", "--params-on-host", *arguments.split()]) == 2
+    assert words in only_error(capsys)
+
+
+def test_a_model_too_large_for_the_gpu_may_be_on_the_host(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ("--gpu-memory", "24", "--other-gpu", "10", "--host-memory")
+    report = plan(capsys, "--params", "14e9", "--master", "remainder", "--moments", "bf16", *limits, "256")
+    assert "--params-on-host would fit" in report["notes"][-1]
+    both = plan(capsys, "--params", "14e9", "--master", "remainder", "--moments", "bf16", *limits, "128")
+    assert "--params-on-host --master remainder --moments uint8 would fit" in both["notes"][-1]
+
+
 def test_the_largest_model_fits_and_the_next_does_not() -> None:
     training = Training(ranks_per_node=2, data_parallel=2, offload=OffloadConfig(fraction=0.5))
     for limits in ({"gpu_bytes": 80 * 10**9, "node_bytes": None}, {"gpu_bytes": None, "node_bytes": 128 * 10**9}):

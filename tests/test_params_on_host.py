@@ -21,6 +21,7 @@ pytest.importorskip("triton")
 import cpu_pipeline
 
 from fused_offload import FusedOffloadAdam, FusedOffloadLion, OffloadConfig
+from fused_offload.memory import host_limits
 from fused_offload.memory.staging_ring import StagingRing
 from fused_offload.params import placement
 from fused_offload.params.placement import Placement
@@ -220,6 +221,39 @@ def test_settings_that_do_not_go_with_them(on_host: list[torch.Tensor], config: 
     with pytest.raises(ValueError, match=words):
         optimizer.add_param_group({"params": params[:1]})
     assert len(optimizer.param_groups) == 1
+
+
+def test_too_little_host_memory_is_refused_before_training(
+    on_host: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [torch.nn.Parameter(torch.ones(numel, dtype=torch.bfloat16)) for numel in (2048, 3000)]
+    on_host += params
+    # Two moments of 4 bytes, a remainder, gradients of 4 KiB and 8 KiB.
+    state, grads = 10 * (2048 + 3072), 4096 + 8192
+    options: dict[str, Any] = {"master_weights": True, "store_param_remainders": True}
+
+    def left(nbytes: int) -> None:
+        monkeypatch.setattr(host_limits, "available_host_bytes", lambda: (nbytes, "cgroup"))
+
+    left(state + grads)
+    optimizer = FusedOffloadAdam(params[:1], **options)
+    optimizer.add_param_group({"params": params[1:]})
+    left(state + grads - 1)
+    message = (
+        r"State \(0\.000 GB\) and gradients .* need 0\.000 GB .* only 0\.000 GB .*cgroup.* largest model that fits"
+    )
+    with pytest.raises(RuntimeError, match=message) as refused:
+        FusedOffloadAdam(params, **options)
+    assert "about 5.05e-06 billion parameters on a rank, this one has 5.05e-06" in str(refused.value)
+    left((state + grads) // 2)
+    with pytest.raises(RuntimeError, match=r"about 2\.87e-06 billion"):
+        FusedOffloadAdam(params, **options)
+    optimizer = FusedOffloadAdam(params[:1], **options)
+    with pytest.raises(RuntimeError, match="largest model"):
+        optimizer.add_param_group({"params": params[1:]})
+    assert len(optimizer.param_groups) == 1
+    params[1].requires_grad_(False)
+    optimizer.add_param_group({"params": params[1:]})
 
 
 def test_their_state_is_offloaded_whatever_the_fraction(on_host: list[torch.Tensor]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -113,7 +113,17 @@ def available_host_bytes() -> tuple[int | None, str]:
     return (None, "unknown") if tightest is None else (tightest.left, tightest.name)
 
 
-def check_host_bytes(needed: int) -> None:
+def _offload_less(left: int) -> str:
+    """Advice where optimizer state alone is too large."""
+    return (
+        "Offload less (OffloadConfig.fraction), use smaller stored formats (store_param_remainders, 16-bit moments), "
+        "shard over more ranks, or give the job more memory."
+    )
+
+
+def check_host_bytes(
+    needed: int, what: str = "Optimizer state needs", advice: Callable[[int], str] = _offload_less
+) -> None:
     """Refuses an allocation that would make Linux kill the process.
 
     Ranks of a host allocate at the same time. So each rank must leave as much memory as it takes
@@ -123,6 +133,8 @@ def check_host_bytes(needed: int) -> None:
 
     Args:
         needed: bytes about to be allocated.
+        what: beginning of the error, up to the number of bytes.
+        advice: end of the error, given the bytes that are left for this rank.
 
     Raises:
         RuntimeError: if fewer bytes are left; names both numbers.
@@ -143,9 +155,8 @@ def check_host_bytes(needed: int) -> None:
             "set it lower where other ranks need less)"
         )
     raise RuntimeError(
-        f"Optimizer state needs {needed / 1e9:.3f} GB of host memory, but only {left / 1e9:.3f} GB are left{others} "
-        f"(limited by the {limit}). Offload less (OffloadConfig.fraction), use smaller stored formats "
-        "(store_param_remainders, 16-bit moments), shard over more ranks, or give the job more memory."
+        f"{what} {needed / 1e9:.3f} GB of host memory, but only {left / 1e9:.3f} GB are left{others} "
+        f"(limited by the {limit}). {advice(left // waiting)}"
     )
 
 

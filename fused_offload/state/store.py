@@ -190,6 +190,42 @@ class StateStore:
             else:
                 self.state[param].bind(place.extent, place.start, place.extent.layout.formats)
 
+    def check_room(self, known: Sequence[torch.Tensor]) -> None:
+        """Refuses parameters in host memory if their state and gradients do not fit beside them.
+
+        Their gradients are allocated by the first backward pass, long after their state is planned.
+
+        Args:
+            known: all parameters that will need storage, in group order.
+
+        Raises:
+            RuntimeError: if the host has too little memory; names what fits.
+        """
+        new = [place for place in self.planned(known) if isinstance(place.extent, PlannedExtent)]
+        hosted = [local_of(place.param) for place in new if place.extent.layout.params_on_host]
+        if not hosted:
+            return
+        layouts = [place.extent.layout for place in new]
+        state = sum(
+            layout.state_bytes(numel)
+            for layout, numel in _numels([p.param for p in new], layouts).items()
+            if self._on_host(layout)
+        )
+        # torch's page-locked memory comes in powers of two.
+        grads = sum(2 ** (local.nbytes - 1).bit_length() for local in hosted)
+        numel, params = sum(local.numel() for local in hosted), sum(local.nbytes for local in hosted)
+
+        def advice(left: int) -> str:
+            fitting = numel * (left + params) // (state + grads + params)
+            return (
+                f"The largest model that fits in these formats has about {fitting / 1e9:.3g} billion parameters on a "
+                f"rank, this one has {numel / 1e9:.3g}. Use smaller stored formats (store_param_remainders, 16-bit or "
+                "8-bit moments), shard over more ranks, or give the job more memory."
+            )
+
+        what = f"State ({state / 1e9:.3f} GB) and gradients ({grads / 1e9:.3f} GB) of parameters in host memory need"
+        check_host_bytes(state + grads, what, advice)
+
     def _is_bound(self, param: torch.Tensor) -> bool:
         state = self.stored_of(param)
         # A parameter without elements needs no storage until it gets elements, as when sharding

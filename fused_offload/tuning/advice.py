@@ -40,7 +40,7 @@ def advice(
     if not too_small:
         return []
     begin = f"The {' and the '.join(too_small)} {'is' if len(too_small) == 1 else 'are'} too small."
-    for flags, changed in _changes(training, knows_gpu=gpu_bytes is not None):
+    for flags, changed in _changes(training, knows_gpu=gpu_bytes is not None, knows_host=node_bytes is not None):
         memory = needed(changed)
         if not small(memory):
             gpu, host = f"{memory.gpu / 1e9:.3f} GB on the GPU", f"{memory.node / 1e9:.3f} GB on the host"
@@ -52,7 +52,7 @@ def advice(
     return [f"{begin} Nothing that was tried fits: {', and '.join(more[what] for what in too_small)}."]
 
 
-def _changes(training: Training, *, knows_gpu: bool) -> Iterator[tuple[str, Training]]:
+def _changes(training: Training, *, knows_gpu: bool, knows_host: bool) -> Iterator[tuple[str, Training]]:
     """Possible changes with their flags, ordered by what they cost.
 
     The order is: nothing, GPU memory, stepping in backward, precision, then pairs of changes.
@@ -60,13 +60,14 @@ def _changes(training: Training, *, knows_gpu: bool) -> Iterator[tuple[str, Trai
     Args:
         training: the training to change.
         knows_gpu: True if the GPU's memory is given.
+        knows_host: True if the host's memory is given.
     """
     singles = list(_of_placement(training))
     yield from singles
     yield from _formats(training, "fp32")
     if knows_gpu:
         for fraction in _FRACTIONS:
-            if fraction < training.offload.fraction:
+            if fraction < training.offload.fraction and not training.params_on_host:
                 yield f"--fraction {fraction:g}", _offloaded(training, fraction=fraction)
     in_backward = list(_in_backward(training, singles)) if training.largest_matrix is None else []
     yield from in_backward
@@ -74,6 +75,18 @@ def _changes(training: Training, *, knows_gpu: bool) -> Iterator[tuple[str, Trai
     for flags, changed in (*singles, *in_backward):
         for more, narrower in _formats(changed, "fp32", "bf16", "uint8"):
             yield f"{flags} {more}", narrower
+    for flags, changed in _on_host(training) if knows_host else ():
+        yield flags, changed
+        for more, narrower in _formats(changed, "fp32", "bf16", "uint8"):
+            yield f"{flags} {more}", narrower
+
+
+def _on_host(training: Training) -> Iterator[tuple[str, Training]]:
+    """Parameters and gradients on the host, if the passes leave them there."""
+    if not (training.params_on_host or training.in_backward):
+        flags = "--shard-params " if training.data_parallel > 1 and not training.shard_params else ""
+        without = _offloaded(training, window_bytes=0, fraction=1.0)
+        yield f"{flags}--params-on-host", dataclasses.replace(without, params_on_host=True, shard_params=True)
 
 
 def _of_placement(training: Training) -> Iterator[tuple[str, Training]]:
@@ -91,7 +104,7 @@ def _in_backward(training: Training, singles: Sequence[tuple[str, Training]]) ->
         without = _offloaded(changed, window_bytes=0)
         if changed.offload.window_bytes != 0:
             flags += " --window-bytes 0"
-        if not training.in_backward:
+        if not training.in_backward and not training.params_on_host:
             yield f"{flags} --step-in-backward".strip(), dataclasses.replace(without, in_backward=True)
 
 

@@ -25,7 +25,7 @@ from fused_offload.rules.adam_arguments import EXP_AVG_SQ_FORMATS
 from fused_offload.rules.arguments import EXP_AVG_FORMATS, MASTER_FORMATS
 from fused_offload.rules.base import MASTER_PARAM
 from fused_offload.rules.muon import MOMENTUM_FORMATS, MuonRule
-from fused_offload.state.layout import ALIGNMENT, Layout, align, extent_place, slot_bytes
+from fused_offload.state.layout import ALIGNMENT, GRAD, PARAM, Layout, align, extent_place, slot_bytes
 
 from .cli_choices import DTYPES, MOMENT_DTYPES
 
@@ -56,6 +56,8 @@ class Training:
             (`step_in_backward`).
         largest_matrix: rows and columns of the largest matrix on a rank, if all parameters are
             matrices under Muon, whose momentum has the dtype ``exp_avg``. None for Adam.
+        params_on_host: True if parameters and gradients are in host memory (FSDP2's
+            ``CPUOffloadPolicy``), and their state with them.
     """
 
     param_dtype: str = "bf16"
@@ -71,14 +73,27 @@ class Training:
     other_gpu_bytes: int = 0
     in_backward: bool = False
     largest_matrix: tuple[int, int] | None = None
+    params_on_host: bool = False
 
     def __post_init__(self) -> None:
+        if self.params_on_host:
+            self._check_params_on_host()
         if self.largest_matrix is not None and (self.in_backward or self.offload.window_bytes != 0):
             raise ValueError("Muon steps behind the backward pass and without a window: leave both out")
         if self.largest_matrix is not None and STORED_DTYPES[self.exp_avg] not in MOMENTUM_FORMATS:
             raise ValueError(f"Muon keeps its momentum in fp32 or bf16, not in {self.exp_avg}")
         if self.in_backward and self.offload.window_bytes != 0:
             raise ValueError("stepping in backward needs window_bytes=0: its copies run under the backward pass anyway")
+
+    def _check_params_on_host(self) -> None:
+        if self.largest_matrix is not None:
+            raise ValueError("Muon cannot step parameters on the host; choose one of the two")
+        if self.in_backward:
+            raise ValueError("parameters on the host cannot be stepped in backward; choose one of the two")
+        if self.offload.window_bytes != 0:
+            raise ValueError("parameters on the host need window_bytes=0: their state moves beside them in the step")
+        if self.data_parallel > 1 and not self.shard_params:
+            raise ValueError("parameters on the host are sharded by FSDP2: plan them with --shard-params")
 
     def layout(self) -> Layout:
         """The optimizer's layout of offloaded state.
@@ -101,7 +116,13 @@ class Training:
             formats[MASTER_PARAM] = REMAINDER
         elif self.master != "none":
             formats[MASTER_PARAM] = MASTER_FORMATS[PARAM_DTYPES[self.master]]
-        return Layout(torch.device("cuda"), PARAM_DTYPES[self.param_dtype], tuple(formats.items()), resident=False)
+        return Layout(
+            torch.device("cuda"),
+            PARAM_DTYPES[self.param_dtype],
+            tuple(formats.items()),
+            resident=False,
+            params_on_host=self.params_on_host,
+        )
 
 
 @dataclass(frozen=True)
@@ -119,6 +140,7 @@ class Memory:
         host_state: offloaded state of a rank, in host memory.
         hidden: largest part of ``host_state`` that may move under forward and backward passes.
         ranks_per_node: number of ranks of a node.
+        host_params: parameters and gradients of a rank that are in host memory.
     """
 
     params: int
@@ -131,6 +153,7 @@ class Memory:
     host_state: int
     hidden: int
     ranks_per_node: int
+    host_params: int = 0
 
     @property
     def gpu(self) -> int:
@@ -145,12 +168,12 @@ class Memory:
     @property
     def host_in_save(self) -> int:
         """Host bytes of a rank during an asynchronous save."""
-        return self.host_state + self.state_in_save
+        return self.host_state + self.host_params + self.state_in_save
 
     @property
     def node(self) -> int:
         """Host bytes of a node."""
-        return self.host_state * self.ranks_per_node
+        return (self.host_state + self.host_params) * self.ranks_per_node
 
     @property
     def node_in_save(self) -> int:
@@ -205,16 +228,21 @@ def memory_of(param_numel: int, training: Training) -> Memory:
     rank_numel = -(-param_numel // training.model_parallel)
     shard_numel = -(-rank_numel // training.data_parallel)
     held_numel = shard_numel if training.shard_params else rank_numel
-    offloaded = align(min(shard_numel, round(shard_numel * offload.fraction)))
+    fraction = 1.0 if training.params_on_host else offload.fraction
+    offloaded = align(min(shard_numel, round(shard_numel * fraction)))
     host = _extent_bytes(layout, offloaded)
-    grads = held_numel * PARAM_DTYPES[training.grad_dtype].itemsize
+    grad_dtype = PARAM_DTYPES[training.grad_dtype]
+    params, grads = held_numel * layout.param_dtype.itemsize, held_numel * grad_dtype.itemsize
+    host_params = params + grads if training.params_on_host else 0
+    if training.params_on_host:
+        params = grads = 0
     # "auto" uses the memory of freed activations, which are part of `other_gpu_bytes`.
     if isinstance(offload.window_bytes, str):
         window, hidden = 0, min(training.other_gpu_bytes, host)
     else:
         window = hidden = min(offload.window_bytes, host)
     return Memory(
-        params=held_numel * PARAM_DTYPES[training.param_dtype].itemsize,
+        params=params,
         grads=min(PART_BYTES, grads) if training.in_backward else grads,
         resident_state=_extent_bytes(layout, align(max(0, shard_numel - offloaded))),
         ring=_ring_bytes(layout, offloaded, training),
@@ -224,6 +252,7 @@ def memory_of(param_numel: int, training: Training) -> Memory:
         host_state=host,
         hidden=host if training.in_backward else hidden,
         ranks_per_node=training.ranks_per_node,
+        host_params=host_params,
     )
 
 
@@ -240,7 +269,8 @@ def _ring_bytes(layout: Layout, numel: int, training: Training) -> int:
     if programs is not None and training.largest_matrix is None:
         return 0
     phases = (AdamRule if training.largest_matrix is None else MuonRule).phases
-    moved = [layout.only(phase.keys) for phase in phases]
+    in_slot = layout.in_slot(PARAM_DTYPES[training.grad_dtype])
+    moved = [in_slot.only(phase.keys | {PARAM, GRAD}) for phase in phases]
     largest = max(slot_bytes(part, numel, chunk_bytes) for part in moved if part.keys)
     return depth * RingNeed(depth, largest).aligned_slot_bytes
 
@@ -277,8 +307,8 @@ def step_time(memory: Memory, link_gbps: float, compute_ms: float = 0.0) -> Step
         link_gbps: GB/s each way with both directions busy.
         compute_ms: time of operations on whole matrices, which the copies run beside.
     """
-    exposed = memory.host_state - memory.hidden
-    return StepTime(max(compute_ms, memory.host_state / link_gbps / 1e6), max(compute_ms, exposed / link_gbps / 1e6))
+    moved = memory.host_state + memory.host_params  # to the GPU; fewer bytes come back
+    return StepTime(*(max(compute_ms, nbytes / link_gbps / 1e6) for nbytes in (moved, moved - memory.hidden)))
 
 
 NEWTON_SCHULZ_TFLOPS = 600.0
@@ -307,6 +337,8 @@ def profile_step_time(memory: Memory, training: Training, profile: Profile) -> S
         training: settings of the training run.
         profile: profile of the machine.
     """
+    if training.params_on_host:
+        return step_time(memory, profile.duplex_gbps)
     bytes_per_param = training.layout().alignment_bytes / ALIGNMENT
 
     def step_ms(nbytes: int) -> float:

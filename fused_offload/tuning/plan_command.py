@@ -97,6 +97,7 @@ def _training(options: argparse.Namespace) -> Training:
         other_gpu_bytes=int(options.other_gpu * 1e9),
         in_backward=options.step_in_backward,
         largest_matrix=options.muon,
+        params_on_host=options.params_on_host,
     )
 
 
@@ -158,7 +159,8 @@ def _predict(
 ) -> _Prediction:
     if profile is not None and training.largest_matrix is None:
         time = profile_step_time(memory, training, profile)
-        rate = memory.host_state / time.alone_ms / 1e6 if memory.host_state else profile.duplex_gbps
+        moved = memory.host_state + memory.host_params
+        rate = moved / time.alone_ms / 1e6 if moved else profile.duplex_gbps
         return _Prediction(
             time, rate, "profile", f"from steps that fused-offload tune measured on this machine, {profile.measured}"
         )
@@ -214,6 +216,7 @@ def plan(options: argparse.Namespace) -> int:
         },
         "host_bytes": {
             "rank": memory.host_state,
+            "rank_params_and_grads": memory.host_params,
             "rank_in_save": memory.host_in_save,
             "node": memory.node,
             "node_in_save": memory.node_in_save,
@@ -266,6 +269,12 @@ def _notes(options: argparse.Namespace, memory: Memory, prediction: _Prediction,
     if options.step_in_backward:
         size = f"{PART_BYTES / MIB:g} MiB"
         notes.append(f"Gradients wait on the GPU until there are {size} of them; a larger one counts by itself.")
+    if options.params_on_host:
+        notes.append(
+            "FSDP2 brings parameters to the GPU layer by layer: --other-gpu should count the largest layer four times "
+            "(itself, its gradients, and both once more while gradients are reduced and copied), and what is outside "
+            "of layers. torch's page-locked memory rounds each tensor up to a power of two, which is not counted."
+        )
     if found is not None and found.is_outdated:
         notes.append(f"Profile of this machine {found.reason}.")
     if options.ranks_per_node > 1 and memory.host_state:
@@ -364,7 +373,9 @@ def _show_plan(report: dict[str, Any], training: Training) -> None:
     for name, label in names.items():
         table.add_row(f"GPU: {label}", _gb(gpu[name]))
     table.add_row("GPU in all", _gb(gpu["total"]), words[fits["gpu"]], end_section=True)
-    table.add_row("host, one rank", _gb(host["rank"]))
+    if training.params_on_host:
+        table.add_row("host, one rank: parameters and gradients", _gb(host["rank_params_and_grads"]))
+    table.add_row("host, one rank: state" if training.params_on_host else "host, one rank", _gb(host["rank"]))
     table.add_row("host, one rank, during an asynchronous save", _gb(host["rank_in_save"]))
     table.add_row(f"host, node of {training.ranks_per_node}", _gb(host["node"]), words[fits["host"]])
     table.add_row(
