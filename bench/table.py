@@ -98,6 +98,7 @@ SUITES = {
     "link": "The link alone, GB/s each way",
     "kernel": "The update alone, in GPU memory",
     "step": "Whole step, state in host memory",
+    "quantised": "FP8 parameters against bfloat16 ones",
     "tensors": "Many small tensors",
     "resident": "Nothing offloaded",
     "muon-4096": "Muon, matrices of 4,096 and 11,008",

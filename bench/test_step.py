@@ -328,3 +328,70 @@ def test_drift(benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: to
             ratio_to_peer=median(samples) / median(early),
         )
         rows.add(benchmark, row)
+
+
+_RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "blockwise": "Float8BlockScaling"}
+_MATRIX_ROWS = 4096
+
+
+def quantised_params(recipe: str, numel: int, tensors: int, device: torch.device) -> list[Any]:
+    """TransformerEngine's quantised weights of about ``numel`` elements each, with gradients."""
+    te = pytest.importorskip("transformer_engine.pytorch", reason="needs TransformerEngine")
+    from transformer_engine.common import recipe as recipes
+
+    columns = max(1, numel // _MATRIX_ROWS // 128) * 128
+    params = []
+    with te.quantized_model_init(enabled=True, recipe=getattr(recipes, _RECIPES[recipe])()):
+        for _ in range(tensors):
+            linear = te.Linear(columns, _MATRIX_ROWS, bias=False, params_dtype=torch.bfloat16, device=device)
+            linear.weight.grad = torch.randn(_MATRIX_ROWS, columns, dtype=torch.bfloat16, device=device)
+            params.append(linear.weight)
+    return params
+
+
+@pytest.mark.parametrize("recipe", _RECIPES)
+def test_quantised_parameters(
+    recipe: str, benchmark: BenchmarkFixture, scale: Scale, rows: Rows, device: torch.device
+) -> None:
+    """The same bytes of state beside FP8 and beside bfloat16 parameters, taking turns."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("needs a Hopper GPU, whose FP8 recipes these are")
+    quantised = quantised_params(recipe, scale.tensor_numel, scale.tensors, device)
+    numel = quantised[0].numel()
+    plain = make_params(numel, scale.tensors, device)
+    plain_times: list[StepTime] = []
+    before = [param.dequantize().clone() for param in (quantised[0], quantised[-1])]
+    memory = PeakMemory(device)
+    with offloaded(quantised, scale.offload, **FORMAT_12B.arguments) as optimizer:
+        timed_step(optimizer, device)
+        extra_gpu_bytes = memory.extra_bytes()
+        with offloaded(plain, scale.offload, **FORMAT_12B.arguments) as other:
+            watch = Watch(plain)
+            times = measure(
+                benchmark,
+                lambda: timed_step(optimizer, device),
+                rounds=scale.compared_rounds,
+                warmup_rounds=scale.warmup_rounds,
+                setup=lambda: plain_times.append(timed_step(other, device)),
+            )
+            watch.assert_trained()
+        for old, param in zip(before, (quantised[0], quantised[-1]), strict=True):
+            assert param.dequantize().isfinite().all()
+            assert not torch.equal(old, param.dequantize()), "the steps changed no parameter"
+    plain_times = plain_times[-len(times) :]
+    plain_ms = median(time.total_ms for time in plain_times)
+    state_bytes = FORMAT_12B.state_bytes(numel, scale.tensors)
+    for label, samples, extra in ((f"bf16 beside {recipe}", plain_times, None), (recipe, times, extra_gpu_bytes)):
+        total_ms = [time.total_ms for time in samples]
+        row = make_row(
+            f"quantised/{label}",
+            total_ms,
+            params={"form": FORMAT_12B.name, "peer": f"quantised/bf16 beside {recipe}"},
+            numel=numel * scale.tensors,
+            bytes_to_device=state_bytes,
+            bytes_to_host=state_bytes,
+            extra_gpu_bytes=extra,
+            host_ms=median(time.host_ms for time in samples),
+            ratio_to_peer=median(total_ms) / plain_ms,
+        )
+        rows.add(benchmark, row)

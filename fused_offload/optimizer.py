@@ -21,11 +21,12 @@ from fused_offload.model_hooks.backward_step import BackwardSteps, refuse_scaler
 from fused_offload.params import placement
 from fused_offload.params.dense import is_frozen
 from fused_offload.params.dtensors import is_distributed, is_offloaded_by_fsdp, local_of
+from fused_offload.params.quantised import is_quantised, reduces_amax
 from fused_offload.params.tracker import Updates
-from fused_offload.params.validation import check_params
+from fused_offload.params.validation import FROZEN, check_params
 from fused_offload.plan.transfer_settings import check_params_on_host, config_of_two_phases
 from fused_offload.rules.arguments import MASTER_FORMATS, check_dtypes, check_master_dtype, check_switches
-from fused_offload.rules.base import MASTER_PARAM, UpdateRule, check_phases
+from fused_offload.rules.base import MASTER_PARAM, UpdateRule, check_phases, why_not_quantised
 from fused_offload.state.entry import StateEntry
 from fused_offload.state.mapping import StateMapping
 from fused_offload.state.master_weights import refresh_master
@@ -190,10 +191,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 warnings.warn(message, stacklevel=stacklevel)
 
     def _check_given(self, params: list[torch.Tensor]) -> None:
-        check_params(params, f"parameter group {len(self.param_groups)}")
+        where = f"parameter group {len(self.param_groups)}"
+        check_params(params, where)
         rule = self._rule()
-        for param in params:
+        for position, param in enumerate(params):
             rule.check_param(param)
+            reason = why_not_quantised(param, self._store.formats_of(param), rule) if is_quantised(param) else None
+            if reason is not None:
+                advice = f" {FROZEN}" if is_frozen(param) else ""
+                raise TypeError(
+                    f"Parameter {position} of {where} is a {type(local_of(param)).__name__}, {reason}{advice}"
+                )
         if any(placement.placement_of(param).on_host for param in params):
             check_params_on_host(self.offload, rule.phases, type(self).__name__)
             self._store.check_room([*self._params_with_state(), *(param for param in params if not is_frozen(param))])
@@ -312,9 +320,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _scaler_inputs(self, grad_scaler: Any, updates: Updates) -> ScalerInputs:
         scaler = scaler_inputs(self, grad_scaler)
-        if scaler.found_inf is not None and not (updates.params and self._stepper.on_one_gpu()):
-            # The CPU needs the flag now. Several devices would each count skips alone, and without
-            # a launch none counts.
+        on_device = updates.params and self._stepper.on_one_gpu() and not self._stepper.has_quantised()
+        if scaler.found_inf is not None and not on_device:
+            # The CPU needs the flag now. Several devices would each count skips alone, without a
+            # launch none counts, and what quantises a parameter cannot be skipped on the device.
             scaler = scaler.on(torch.device("cpu"))
         return scaler
 
@@ -453,7 +462,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             ValueError: if it does not agree.
         """
         kept = self.store_param_remainders
-        if store_param_remainders is not None and param.dtype == torch.bfloat16 and self.master_weights:
+        has_choice = self.master_weights and param.dtype == torch.bfloat16 and not is_quantised(param)
+        if store_param_remainders is not None and has_choice:
             wanted = store_param_remainders and self.master_weight_dtype == torch.float32
             if wanted != kept:
                 raise ValueError(
@@ -513,7 +523,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         A master is refreshed only where the parameter is not its rounding, so a call after a true
         resume loses nothing. 16-bit remainders are kept: the master then is within half a bfloat16
-        step of the new parameter. Moments and step counts stay.
+        step of the new parameter. Masters of quantised parameters are kept within one step of their
+        format (6 % for E4M3). Moments and step counts stay.
         """
         self._wait_for_state()
         self._store.rehome()
@@ -523,9 +534,10 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _formats(self) -> Callable[[torch.Tensor], dict[str, Format]]:
         """Function that returns the stored format of each state key of a parameter."""
-        formats = beside_bfloat16 = dict(self._rule().formats)
+        formats = beside_bfloat16 = of_quantised = dict(self._rule().formats)
         if self.master_weights:
-            formats[MASTER_PARAM] = MASTER_FORMATS[self.master_weight_dtype]
+            master = formats[MASTER_PARAM] = MASTER_FORMATS[self.master_weight_dtype]
+            of_quantised = {**formats, MASTER_PARAM: master._replace(of_quantised=True)}
             if self.store_param_remainders:
                 beside_bfloat16 = {**formats, MASTER_PARAM: REMAINDER}
 
@@ -533,6 +545,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             stored = self._store.stored_of(param)
             if stored is not None and stored.extent is not None:
                 return stored.formats
+            if is_quantised(param):
+                return of_quantised
             return beside_bfloat16 if param.dtype == torch.bfloat16 else formats
 
         return of
@@ -745,6 +759,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "fit into a backward pass; call step() behind it"
             )
         params = stepped_params(self, models, clip_value)
+        if any(is_quantised(param) and reduces_amax(param) for param in params):
+            raise RuntimeError(
+                "Some parameters agree with other ranks on a scale when they are quantised (current scaling), and "
+                "gradients do not arrive in the same order on all ranks. Call step() behind the backward pass, or use "
+                "delayed or blockwise scaling."
+            )
         self.reserve_gpu_memory()
         if self._backward_steps is not None:
             self._backward_steps.detach()
@@ -850,6 +870,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._store.extents(),
             ring_bytes=devices.ring_bytes(),
             work_bytes=devices.work_bytes(),
+            step_bytes=devices.step_bytes(),
             param_numel=numel,
         )
 

@@ -47,6 +47,8 @@ class Format(NamedTuple):
             is lost on average; see `rounding_thresholds`. Values from outside of a step are rounded
             to the nearest.
         needs_param: elements have values only together with the bfloat16 parameter.
+        of_quantised: masters of a quantised parameter. A step does not read the parameter's own
+            values, and writes the exact updated ones in float32 for its class to quantise.
         half_step: largest share of a value that rounding to the nearest takes away: half the
             distance between 1 and the next number. 0 if steps lose nothing.
     """
@@ -57,6 +59,7 @@ class Format(NamedTuple):
     keep_nonzero: bool = False
     stochastic: bool = False
     needs_param: bool = False
+    of_quantised: bool = False
     half_step: float = 0.0
 
     @property

@@ -292,19 +292,24 @@ def load_params(
     """Parameters and master weights of a kernel block, float32.
 
     ``lane`` is ``arange(BLOCK)``; the state of lane 0 is at ``start``. A float32 parameter is its
-    own master, and so is every parameter with ``MASTER == "none"`` or ``INIT_MASTER``.
+    own master, and so is every parameter with ``MASTER == "none"`` or ``INIT_MASTER``. What is at
+    the address of ``PARAM == "fp32_out"`` is written and not read.
     """
-    raw = load_raw(param_ptr, lane, mask, MASKED)
-    if PARAM == "bf16":
-        p_model = bf16_to_fp32(raw)
-    else:
-        p_model = raw.to(tl.float32)
-    if (INIT_MASTER or PARAM == "fp32") or MASTER == "none":
-        p = p_model
-    elif MASTER == "remainder":
-        p = join_remainder(raw, load_raw(master_ptr, start + lane, mask, MASKED))
-    else:
+    if PARAM == "fp32_out":
         p = load_state(master_ptr, master_scale_ptr, start, numel, start + lane, mask, MASTER, MASKED, BLOCK)
+        p_model = p
+    else:
+        raw = load_raw(param_ptr, lane, mask, MASKED)
+        if PARAM == "bf16":
+            p_model = bf16_to_fp32(raw)
+        else:
+            p_model = raw.to(tl.float32)
+        if (INIT_MASTER or PARAM == "fp32") or MASTER == "none":
+            p = p_model
+        elif MASTER == "remainder":
+            p = join_remainder(raw, load_raw(master_ptr, start + lane, mask, MASKED))
+        else:
+            p = load_state(master_ptr, master_scale_ptr, start, numel, start + lane, mask, MASTER, MASKED, BLOCK)
     return p_model, p
 
 

@@ -66,7 +66,7 @@ class LaunchKind(NamedTuple):
     """Compile-time properties of a launch, next to the stored formats.
 
     Attributes:
-        param_dtype: dtype of the parameters.
+        param_dtype: dtype of the values that are written to the parameters' addresses.
         grad_dtype: dtype of the gradients.
         numerics: name of the numerics.
         aligned: every address of a parameter or gradient is a multiple of 16 bytes.
@@ -129,7 +129,7 @@ def shared_arguments(
         "skips_before": signals.skips_before,
         "grad_scale_ptr": signals.grad_scale,
         "found_inf_ptr": signals.found_inf,
-        "PARAM": NAME_OF_DTYPE[kind.param_dtype],
+        "PARAM": "fp32_out" if master is not None and master.format.of_quantised else NAME_OF_DTYPE[kind.param_dtype],
         "GRAD": NAME_OF_DTYPE[kind.grad_dtype],
         "MASTER": "none" if master is None else master.format.name,
         "ALIGNED": kind.aligned,

@@ -67,7 +67,8 @@ def fma_(a: torch.Tensor, b: float, c: torch.Tensor, out: torch.Tensor) -> torch
 def load_params(param: torch.Tensor, master: Stored | None, out: torch.Tensor, *, is_initial: bool) -> torch.Tensor:
     """The fp32 values that the update applies to.
 
-    A float32 parameter is its own master, even if a copy is kept.
+    A float32 parameter is its own master, even if a copy is kept. A quantised one never is:
+    ``param`` is memory that is only written.
 
     Args:
         param: ``[numel]`` float32, bfloat16 or float16.
@@ -75,6 +76,8 @@ def load_params(param: torch.Tensor, master: Stored | None, out: torch.Tensor, *
         out: ``[numel]`` float32, written.
         is_initial: take the parameter as the master instead of reading the stored one.
     """
+    if master is not None and master.format.of_quantised:
+        return decode(master, out)
     if master is None or is_initial or param.dtype == torch.float32:
         return out.copy_(param)
     if master.format.needs_param:

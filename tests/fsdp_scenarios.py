@@ -23,6 +23,7 @@ import ranks
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from quantised_stand_ins import LARGEST, Current, Delayed, encoded
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -909,6 +910,119 @@ def mixed_precision() -> None:
             assert local(model.embed.weight).dtype == dtype
             runs += [model, optimizer]
         same_training(*runs)
+
+
+class Agreeing(Current):
+    """A scale from the largest magnitude on all ranks, as current scaling takes it of shards."""
+
+    def _write(self, values: torch.Tensor) -> None:
+        self.scale = values.abs().amax().reshape(1)
+        dist.all_reduce(self.scale, dist.ReduceOp.MAX)
+        self.scale /= LARGEST
+        self.codes = encoded(values / self.scale)
+
+
+def quantised_shards(seed: int) -> list[Any]:
+    """Quantised DTensors, some with unequal shards, and a plain quantised tensor between them."""
+    generator = torch.Generator().manual_seed(seed)
+    mesh, params = init_device_mesh("cpu", (dist.get_world_size(),)), []
+    for label, shape in enumerate(((5, 64), (300,), (17, 40), (4, 3))):
+        whole = distribute_tensor(torch.randn(shape, generator=generator), mesh, [Shard(0)])
+        if label == 1:
+            params.append(torch.nn.Parameter(Agreeing(whole.full_tensor(), label)))
+            continue
+        local = Agreeing(whole.to_local(), label, torch.float32 if label == 2 else torch.bfloat16)
+        shard: Any = DTensor(whole.to_local(), whole._spec, requires_grad=False)
+        shard._local_tensor = local
+        params.append(torch.nn.Parameter(shard))
+    return params
+
+
+def step_quantised(params: list[Any], optimizer: FusedOffloadAdam, number: int) -> None:
+    """A step with gradients of this rank's own, but of parameters that all have."""
+    for index, param in enumerate(params):
+        own = dist.get_rank() if isinstance(param, DTensor) else 0
+        generator = torch.Generator().manual_seed(1000 * number + 10 * index + own)
+        mine = torch.randn(local(param).shape, generator=generator).to(local(param).dtype)
+        param.grad = None if index == number else _like(param, mine)
+    optimizer.step()
+
+
+def _like(param: Any, local_part: torch.Tensor) -> Any:
+    if not isinstance(param, DTensor):
+        return local_part
+    return DTensor.from_local(local_part, param.device_mesh, param.placements, shape=param.shape, stride=param.stride())
+
+
+@scenario
+def quantised_parameters_agree_on_scales() -> None:
+    """Collectives of quantize_ come in the order of the groups, wherever a rank has its state."""
+    ways = [
+        OffloadConfig(chunk_bytes=2048, depth=2),
+        OffloadConfig(fraction=0.5, chunk_bytes=2**20, depth=2),
+        OffloadConfig(fraction=0.0),
+    ]
+    rank = dist.get_rank()
+    runs = []
+    for way in (ways[rank % 3], ways[(rank + 1) % 3], ways[0]):
+        params = quantised_shards(0)
+        optimizer = FusedOffloadAdam(params, **HYPER, master_weights=True, offload=way)
+        Agreeing.calls.clear()
+        for number in range(4):
+            step_quantised(params, optimizer, number)
+        assert [call.label for call in Agreeing.calls] == [i for number in range(4) for i in range(4) if i != number]
+        for param in params:
+            master = local(optimizer.state[param]["master_param"])
+            wanted = master.abs().amax().reshape(1)
+            dist.all_reduce(wanted, dist.ReduceOp.MAX)
+            assert torch.equal(local(param).scale, wanted / LARGEST)
+            assert isinstance(optimizer.state[param]["exp_avg"], DTensor) == isinstance(param, DTensor)
+        runs.append((params, optimizer))
+    for params, optimizer in runs[1:]:
+        for ours, theirs in zip(params, runs[0][0], strict=True):
+            assert all(map(torch.equal, local(ours).internals(), local(theirs).internals()))
+            for key in optimizer.state[ours]:
+                same(optimizer.state[ours][key], runs[0][1].state[theirs][key])
+
+
+@scenario
+def quantised_parameters_go_on_behind_a_checkpoint() -> None:
+    """Through torch.distributed.checkpoint, into an optimizer whose state is elsewhere."""
+    params, others = quantised_shards(0), quantised_shards(7)
+    one = FusedOffloadAdam(params, **HYPER, master_weights=True)
+    other = FusedOffloadAdam(others, **HYPER, master_weights=True, offload=OffloadConfig(fraction=0.5))
+    step_quantised(params, one, 5)
+    dcp.save({"optimizer": one.state_dict()}, checkpoint_id=FOLDER / "quantised")
+    step_quantised(others, other, 6)
+    loaded = {"optimizer": other.state_dict()}
+    dcp.load(loaded, checkpoint_id=FOLDER / "quantised")
+    other.load_state_dict(loaded["optimizer"])
+    step_quantised(params, one, 7)
+    step_quantised(others, other, 7)
+    for ours, theirs in zip(others, params, strict=True):
+        assert all(map(torch.equal, local(ours).internals(), local(theirs).internals()))
+        for key in other.state[ours]:
+            same(other.state[ours][key], one.state[theirs][key])
+
+
+@scenario
+def quantised_parameters_that_a_rank_has_nothing_of() -> None:
+    """Such a rank would not take part in the agreement on a scale."""
+    mesh, ranks = init_device_mesh("cpu", (dist.get_world_size(),)), dist.get_world_size()
+    whole = distribute_tensor(torch.randn(ranks - 1, 8), mesh, [Shard(0)])
+    shard: Any = DTensor(whole.to_local(), whole._spec, requires_grad=False)
+    shard._local_tensor = quantised = Delayed(whole.to_local(), 0)
+    param = torch.nn.Parameter(shard)
+    FusedOffloadAdam([param], master_weights=True)  # its scale is known before
+    quantised._quantizer.with_amax_reduction = False  # FSDP2 sets the group later
+    if ranks == 1:
+        FusedOffloadAdam([param], master_weights=True)
+    elif whole.to_local().numel():
+        with pytest.raises(RuntimeError, match="agree with other ranks on a scale"):
+            FusedOffloadAdam([param], master_weights=True).step_in_backward(torch.nn.ParameterList([param]))
+    else:
+        with pytest.raises(TypeError, match="group 0 is a Delayed of which this rank holds no element"):
+            FusedOffloadAdam([param], master_weights=True)
 
 
 @scenario

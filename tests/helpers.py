@@ -30,6 +30,7 @@ from fused_offload.kernels.formats import (
     rounding_counter,
 )
 from fused_offload.optimizer import OffloadOptimizer
+from fused_offload.params.quantised import plain_values
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # the workers share the cores, and most tensors here are small
@@ -82,7 +83,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the CPU whose equality is that of bits; only NaNs count as one, whatever their sign
     and payload.
     """
-    values = tensor.detach().cpu().contiguous()
+    values = plain_values(tensor).cpu().contiguous()
     if not values.dtype.is_floating_point:
         return values.clone()
     values = torch.where(values.isnan(), torch.full_like(values, math.nan), values)

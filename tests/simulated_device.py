@@ -34,6 +34,7 @@ from fused_offload.step import devices
 from fused_offload.step.clipping import HostGrad
 from fused_offload.step.stepper import Stepper
 from fused_offload.stream.launches import Launches
+from fused_offload.stream.operations import order_of_work
 from fused_offload.stream.prefetch import Window
 from fused_offload.stream.queues import DeviceQueues
 from fused_offload.stream.skip_counter import SkipCounter
@@ -585,6 +586,11 @@ class Signal(torch.Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return _GPU
 
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        """Its value, once the device has come to it."""
+        torch.cuda.current_stream().synchronize()
+        return self.as_subclass(torch.Tensor).clone()
+
 
 @contextlib.contextmanager
 def installed(sim: SimulatedDevice, patch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -624,7 +630,7 @@ def installed(sim: SimulatedDevice, patch: pytest.MonkeyPatch) -> Iterator[None]
         patch.setattr(Stepper, "on_one_gpu", lambda self: True)
         make = Extent.__init__
         patch.setattr(Extent, "__init__", lambda *args, pin: make(*args, pin=True))
-        for owner in (Window, StagingRing, UploadBuffer, SkipCounter, Extent, HostGrad):
+        for owner in (Window, StagingRing, UploadBuffer, SkipCounter, Extent, HostGrad, order_of_work):
             patch.setattr(sys.modules[owner.__module__], "torch", _Torch(sim))
     with _DeferredOperations(sim) if sim.schedule is not None else contextlib.nullcontext():
         yield

@@ -453,6 +453,7 @@ def check_that_nothing_is_missing(results: dict[str, Any]) -> None:
         "bench/test_kernel_speed.py::test_te_fused_adam",
         "bench/test_link.py::test_link",
         "bench/test_peers.py::test_peer",
+        "bench/test_step.py::test_quantised_parameters",
         "bench/test_sweep.py::test_sweep",
         "bench/test_tuned.py::test_tuned",
     }

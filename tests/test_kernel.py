@@ -684,6 +684,41 @@ def test_a_skipped_step_writes_the_master_of_a_float32_parameter(master: Format,
     assert_same_memory(actual, expected)
 
 
+# -- masters of quantised parameters ---------------------------------------------------------------
+
+QUANTISED = [
+    Setup(torch.float32, torch.bfloat16, FP32, FP32, FP32._replace(of_quantised=True)),
+    Setup(torch.float32, torch.float32, FP16, FP16_NONZERO, FP16._replace(of_quantised=True)),
+    Setup(torch.float32, torch.bfloat16, ROOT8, LOG8, FP32._replace(of_quantised=True), adam_w_mode=False),
+]
+
+
+@pytest.mark.parametrize("setup", QUANTISED, ids=str)
+@pytest.mark.parametrize("init_moments", [False, True])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_values_of_quantised_parameters_are_written_and_not_read(
+    setup: Setup, init_moments: bool, shift: int, device: torch.device
+) -> None:
+    expected = World(setup, (1, 129, 1025, 3000), shift=shift)
+    for index, numel in enumerate(expected.numels):
+        for stored in expected.state[:3]:
+            assert isinstance(stored, Stored)
+            encode_(stored.narrow(expected.starts[index], numel), torch.rand(numel, generator=expected.random))
+        expected.param(index).fill_(torch.nan)
+    expected.new_grads(1)
+    expected.state = expected.state._replace(init_moments=init_moments, init_master=False)
+    actual = expected.clone(device)
+    actual.kernel_step(scalars_of(setup, 2), actual.pieces(), aligned=not shift)
+    expected.reference_step(scalars_of(setup, 2), expected.pieces())
+    assert_same_memory(actual, expected)
+    assert setup.master is not None
+    for index, numel in enumerate(expected.numels):
+        assert expected.state.master_param is not None
+        master = decode(expected.state.master_param.narrow(expected.starts[index], numel))
+        error = (expected.param(index) - master).abs()
+        assert (error <= (0.0 if setup.master.name == "fp32" else 2**-11) * master.abs().max()).all()
+
+
 # -- stochastic rounding ---------------------------------------------------------------------------
 
 

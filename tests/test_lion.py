@@ -258,6 +258,21 @@ def test_kernel_gives_the_bits_of_the_reference(setup: Setup, started: bool, ker
     assert_same_memory(actual, expected)
 
 
+@pytest.mark.parametrize("format", [FP32, FP16], ids=lambda format: format.name)
+def test_values_of_quantised_parameters_are_written_and_not_read(format: Format, kernel_device: torch.device) -> None:
+    _, expected = both(Setup(torch.float32, torch.bfloat16, "fp32", format.name), kernel_device, started=True)
+    master = expected.state.master_param
+    assert master is not None
+    expected.state = expected.state._replace(master_param=master._replace(format=format._replace(of_quantised=True)))
+    for index in range(len(NUMELS)):
+        expected.part(expected.params, index).fill_(torch.nan)
+    actual = expected.on(kernel_device)
+    actual.kernel_step(2)
+    expected.reference_step(2)
+    assert_same_memory(actual, expected)
+    assert not any(expected.part(expected.params, index).isnan().any() for index in range(len(NUMELS)))
+
+
 TYPICAL = [
     Setup(torch.float32, torch.bfloat16, "fp32", "fp16"),
     Setup(torch.bfloat16, torch.float32, "bf16_stochastic", "remainder"),

@@ -16,6 +16,7 @@ from fused_offload.rules.arguments import checked_step, shown
 from fused_offload.rules.base import MASTER_PARAM, UpdateRule
 from fused_offload.state.convert import check_storable, same_memory
 from fused_offload.state.mapping import StateMapping
+from fused_offload.state.master_weights import is_param_value
 from fused_offload.state.param_state import ParamState
 
 _COMPARED_ELEMENTS = 2**20
@@ -325,7 +326,9 @@ def _mark_loaded(state: ParamState, key: str) -> None:
         stored = state.stored(key)
         dtype = state.extent.layout.param_dtype
         parts = stored.data.split(_COMPARED_ELEMENTS)
-        if stored.format.needs_param:
+        if stored.format.of_quantised:
+            untouched = is_param_value(state)
+        elif stored.format.needs_param:
             untouched = not any(part.any() for part in parts)
         else:
             untouched = all(torch.equal(part, part.to(dtype).to(part.dtype)) for part in parts)

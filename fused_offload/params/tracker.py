@@ -11,6 +11,7 @@ import torch
 
 from .dense import FLOAT_DTYPES, addresses_of, dense_copy, is_dense, like_memory_of, same_order, span_bytes
 from .dtensors import is_distributed, locals_of
+from .quantised import is_quantised
 from .tensor_guards import Metadata, TensorGuards, metadata_of, same_objects
 from .validation import ParamSpans, check_grad, check_params, local_grad
 
@@ -64,6 +65,7 @@ class ParamTracker:
         params: parameters in group order, as the groups hold them.
         tensors: the same, of distributed ones this rank's part.
         groups: index of each parameter's group.
+        has_quantised: whether some of them are quantised.
         generation: counts changes of the parameters.
     """
 
@@ -73,6 +75,7 @@ class ParamTracker:
         self.params: list[torch.Tensor] = []
         self.tensors: list[torch.Tensor] = []
         self.groups: list[int] = []
+        self.has_quantised = False
         self._lengths: list[int] = []
         self._some_distributed = False
         self._with_gaps: set[int] = set()
@@ -139,10 +142,14 @@ class ParamTracker:
         self._some_distributed = any(map(is_distributed, params))
         self.tensors = tensors = locals_of(params) if self._some_distributed else params
         self.groups = [index for index, length in enumerate(lengths) for _ in range(length)]
+        self.has_quantised = any(map(is_quantised, tensors))
         self._with_gaps = {position for position, tensor in enumerate(tensors) if not is_dense(tensor)}
         self._param_guards, self._addresses = TensorGuards(list(map(metadata_of, tensors))), addresses_of(tensors)
         self._numels = np.fromiter(map(torch.Tensor.numel, tensors), np.int64, len(tensors))
         self._span_bytes = self._numels * _itemsizes([tensor.dtype for tensor in tensors])
+        for position, param in enumerate(tensors if self.has_quantised else ()):
+            if is_quantised(param):
+                self._span_bytes[position] = 0
         for position in self._with_gaps:
             self._span_bytes[position] = span_bytes(tensors[position])
         self._good_metadata = [()] * len(tensors)

@@ -19,6 +19,7 @@ from .dtensors import (
     same_sharding,
     sharding_of,
 )
+from .quantised import is_quantised, why_unusable
 
 
 def check_params(params: Sequence[Any], where: str) -> None:
@@ -53,7 +54,7 @@ def check_params(params: Sequence[Any], where: str) -> None:
         )
     for position, param in enumerate(params):
         if param.dtype not in FLOAT_DTYPES:
-            advice = f". {_FROZEN}" if is_frozen(param) else ""
+            advice = f". {FROZEN}" if is_frozen(param) else ""
             raise TypeError(
                 "Parameters should be float32, bfloat16 or float16, but parameter "
                 f"{position} of {where} has {param.dtype}{_class_of(param)}{advice}"
@@ -67,7 +68,8 @@ def check_params(params: Sequence[Any], where: str) -> None:
             )
 
 
-_FROZEN = "It is frozen, so leave it out: pass the parameters that require gradients."
+FROZEN = "It is frozen, so leave it out: pass the parameters that require gradients."
+"""Advice for a parameter that cannot be stepped and waits for no gradient."""
 
 
 def _class_of(param: torch.Tensor) -> str:
@@ -82,6 +84,11 @@ def _check_subclasses(params: Sequence[torch.Tensor], where: str) -> None:
                 "rank can update alone. Redistribute it to Shard or Replicate first."
             )
         local = local_of(param)
+        if is_quantised(param):
+            reason = why_unusable(param)
+            if reason is not None and not is_frozen(param):
+                raise TypeError(f"Parameter {position} of {where} is a {type(local).__name__} {reason}")
+            continue
         if hasattr(local, "_local_tensor") or not has_own_memory(local):
             raise TypeError(
                 f"Parameter {position} of {where} is a {type(local).__name__}, which cannot be updated: "
@@ -92,14 +99,16 @@ def _check_subclasses(params: Sequence[torch.Tensor], where: str) -> None:
 def _what_to_do(param: torch.Tensor, local: torch.Tensor) -> str:
     """Advice for a parameter whose class stands for other tensors."""
     if is_frozen(param):
-        return _FROZEN
+        return FROZEN
     if type(local).__module__.startswith("transformer_engine."):
         return (
             "Build the model outside of quantized_model_init (fp8_model_init): autocast computes with quantised copies "
-            "of bfloat16 parameters all the same. Or pass float32 masters in its place, and quantize_ it from them "
-            "after each step (docs/eight_bit.md)."
+            "of bfloat16 parameters all the same."
         )
-    return "Pass plain tensors, and quantise what they hold after training, or from them after each step."
+    return (
+        "Pass plain tensors, and quantise what they hold after training; or parameters of a class with the methods "
+        "quantize_(values) and dequantize(dtype=...), as TransformerEngine's."
+    )
 
 
 def check_grad(param: torch.Tensor, grad: Any, group: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import NamedTuple
 
 from fused_offload.state.layout import ALIGNMENT
@@ -57,7 +57,7 @@ class Chunk(NamedTuple):
 
     Attributes:
         kind: the kind of its segments.
-        pieces: parts of segments, in the order of their storage.
+        pieces: parts of segments, in the order of their storage, or of their kind's segments.
         ranges: storage to copy; covers the pieces.
         numel: elements that the chunk takes in a slot.
     """
@@ -69,7 +69,11 @@ class Chunk(NamedTuple):
 
 
 def make_plan(
-    segments: Sequence[Segment], capacity: Callable[[Hashable], int | None], *, keep_whole: bool = False
+    segments: Sequence[Segment],
+    capacity: Callable[[Hashable], int | None],
+    *,
+    keep_whole: bool = False,
+    without: Collection[int] = (),
 ) -> tuple[Chunk, ...]:
     """Cuts segments into chunks.
 
@@ -81,26 +85,39 @@ def make_plan(
         capacity: most elements of a chunk of a kind, a multiple of `ALIGNMENT`; None for no limit.
         keep_whole: cut only segments that are larger than a chunk, and give each of them chunks of
             its own.
+        without: indices of segments to leave out.
 
     Returns:
-        Chunks that together cover every element of every segment exactly once.
+        Chunks that together cover every element of every other segment exactly once.
     """
     by_kind: dict[Hashable, list[int]] = {}
     last, indices = None, []
+    left_out = set(without)
     for index, segment in enumerate(segments):
+        if index in left_out:
+            continue
         if segment.kind is not last:  # neighbours are mostly of one kind, which is slow to hash
             last, indices = segment.kind, by_kind.setdefault(segment.kind, [])
         indices.append(index)
     chunks: list[Chunk] = []
     for kind, indices in by_kind.items():
         indices.sort(key=lambda index: segments[index].start)
-        chunks.extend(_chunks_of_kind(kind, indices, segments, capacity(kind), keep_whole))
+        chunks.extend(chunks_of_kind(kind, indices, segments, capacity(kind), keep_whole=keep_whole))
     return tuple(chunks)
 
 
-def _chunks_of_kind(
-    kind: Hashable, indices: Sequence[int], segments: Sequence[Segment], limit: int | None, keep_whole: bool
+def chunks_of_kind(
+    kind: Hashable, indices: Sequence[int], segments: Sequence[Segment], limit: int | None, *, keep_whole: bool
 ) -> list[Chunk]:
+    """Cuts segments of one kind into chunks, in the given order.
+
+    Args:
+        kind: the kind.
+        indices: indices of the segments, in order.
+        segments: all segments.
+        limit: elements that a chunk may take, or None.
+        keep_whole: as in `make_plan`.
+    """
     chunks: list[Chunk] = []
     pieces: list[Piece] = []
     ranges: list[CopyRange] = []

@@ -1,4 +1,8 @@
-"""Order and work memory of the operations on whole parameters between two phases. Pure Python."""
+"""Order and work memory of the operations on whole parameters. Pure Python.
+
+They go between two phases of a rule, or behind the only one, where quantised parameters are made
+from what it wrote.
+"""
 
 from __future__ import annotations
 
@@ -89,6 +93,32 @@ def _largest_first(chunks: Sequence[Chunk]) -> list[Chunk]:
         for piece in chunk.pieces:
             numels[piece.segment] = numels.get(piece.segment, 0) + piece.numel
     return sorted(chunks, key=lambda chunk: -max(numels[piece.segment] for piece in chunk.pieces))
+
+
+def behind(
+    chunks: Sequence[Chunk], among: Callable[[Chunk], bool], itemsize: int
+) -> tuple[list[Operation], WorkMemory]:
+    """An operation behind the last chunk of each parameter, in the order of the chunks.
+
+    A chunk of such parameters holds whole ones, or a part of exactly one. So the array of one chunk
+    or of one parameter is in use at a time, and the parameters of a chunk lie in it as in a slot.
+
+    Args:
+        chunks: chunks in order.
+        among: tells the chunks of parameters with an operation.
+        itemsize: bytes of an element.
+
+    Returns:
+        The operations, and memory for the largest array.
+    """
+    found: dict[int, Operation] = {}
+    most = 0
+    for number, chunk in enumerate(chunks):
+        for segment, offset, numel, slot_start in chunk.pieces if among(chunk) else ():
+            start = found[segment].offset if offset else slot_start * itemsize
+            found[segment] = Operation(segment, number + 1, 0, start)
+            most = max(most, start + (offset + numel) * itemsize)
+    return list(found.values()), WorkMemory(most, _aligned(most))
 
 
 def placed(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
@@ -13,14 +14,14 @@ import torch
 from fused_offload.config import OffloadConfig
 from fused_offload.params.dtensors import local_of
 from fused_offload.params.tracker import Updates
-from fused_offload.rules.base import Phase
-from fused_offload.state.layout import Layout, chunk_numel
+from fused_offload.rules.base import MASTER_PARAM, Phase
+from fused_offload.state.layout import Layout, align, chunk_numel
 from fused_offload.state.param_state import ParamState
 from fused_offload.state.storage import Extent
 from fused_offload.state.store import PlannedPlace
 
-from .chunks import Chunk, Piece, Segment, make_plan
-from .operations import Operation, WorkMemory, in_order, placed
+from .chunks import Chunk, Piece, Segment, chunks_of_kind, make_plan
+from .operations import Operation, WorkMemory, behind, in_order, placed
 from .transfer_settings import Streaming, streaming_of
 from .window_blocks import Cut, WindowBlock, cut_at_blocks
 
@@ -64,10 +65,12 @@ class StepPlan:
     Attributes:
         chunks_on: chunks of the parameters on each device, in the order of their kernels. With one
             phase, streamed and zero-copy chunks come first, then chunks in the window, then
-            resident ones. A piece's segment is an index into the step's updates.
+            resident ones, then those of quantised parameters. A piece's segment is an index into
+            the step's updates.
         starts: first element of each update's state in its extent.
         initial: parameters' state that this step is the first to write.
-        operations: operations between two phases on each device, in order.
+        operations: operations between two phases on each device, or behind quantised parameters,
+            in order.
         work: work memory of those operations on each device.
         derived: what `stream` computes from the plan and keeps with it: a `DevicePlan` per CUDA
             device, and the work memory on the CPU.
@@ -147,7 +150,9 @@ class Planner:
             kind = kinds.get(key)
             if kind is None:
                 programs = None if extent.layout.resident else self._streaming(extent).programs
-                kind = kinds[key] = ChunkKind(extent, group, grad_dtype, entry.initial, max_programs=programs)
+                # The master of a quantised parameter is filled in before its first step.
+                initial_keys = entry.initial - {MASTER_PARAM} if extent.layout.is_quantised else entry.initial
+                kind = kinds[key] = ChunkKind(extent, group, grad_dtype, initial_keys, max_programs=programs)
             whole = Segment(kind, entry.start, numel)
             if not window:
                 segments.append(whole)
@@ -160,12 +165,39 @@ class Planner:
         if len(phases) == 2:
             chunks_on, operations, work = self._in_two_phases(segments, updates.params, phases)
             return StepPlan(chunks_on, starts, initial, operations, work)
-        chunks = make_plan(segments, self._capacity)
-        if window:
-            chunks = tuple(_of_updates(chunk, cuts) for chunk in chunks)
+        quantised: list[int] = []
+        if any(kind.extent.layout.is_quantised for kind in kinds.values()):
+            quantised = [index for index, segment in enumerate(segments) if _is_quantised(segment)]
+        chunks = make_plan(segments, self._capacity, without=quantised)
         # Kernels on state that is on the GPU need no copy. They go last: copies start at once.
         ordered = sorted(chunks, key=lambda chunk: (extent_of(chunk).layout.resident, block_of(chunk) is not None))
-        return StepPlan(_by_device(ordered), starts, initial)
+        ordered += self._of_quantised(segments, quantised)
+        if window:
+            ordered = [_of_updates(chunk, cuts) for chunk in ordered]
+        plan = StepPlan(_by_device(ordered), starts, initial)
+        for device, on_device in plan.chunks_on.items() if quantised else ():
+            found = behind(on_device, _is_quantised, torch.float32.itemsize)
+            if found[0]:
+                plan.operations[device], plan.work[device] = found
+        return plan
+
+    def _of_quantised(self, segments: Sequence[Segment], indices: Sequence[int]) -> list[Chunk]:
+        """Chunks of quantised parameters, of which each holds whole ones or a part of exactly one.
+
+        They are quantised in the order of the groups, whatever chunks they lie in and wherever
+        their state is: ranks that agree on scales have to come to the same parameter.
+        """
+        largest = align(max((segments[index].numel for index in indices), default=0))
+
+        def limit(kind: ChunkKind) -> int:
+            streamed = chunk_numel(self._streaming(kind.extent).chunk_bytes, kind.extent.layout.alignment_bytes)
+            return streamed if kind.origin is None else max(streamed, largest)
+
+        chunks: list[Chunk] = []
+        for kind, run in itertools.groupby(indices, key=lambda index: segments[index].kind):
+            assert isinstance(kind, ChunkKind)
+            chunks += chunks_of_kind(kind, list(run), segments, limit(kind), keep_whole=True)
+        return chunks
 
     def _in_two_phases(
         self, segments: Sequence[Segment], params: Sequence[torch.Tensor], phases: Sequence[Phase]
@@ -247,8 +279,11 @@ def _by_device(chunks: Iterable[Chunk]) -> dict[torch.device, list[Chunk]]:
 
 
 def extent_streaming(config: OffloadConfig, layout: Layout, numel: int) -> Streaming:
-    """Transfer settings of an extent of ``numel`` elements."""
-    if layout.params_on_host:
+    """Transfer settings of an extent of ``numel`` elements.
+
+    State of quantised parameters, and of those in host memory, always streams through the ring.
+    """
+    if layout.params_on_host or layout.is_quantised:
         config = dataclasses.replace(config, transport="copy", zero_copy_programs="auto")
     return streaming_of(config, layout.device, layout.state_bytes(numel))
 
@@ -267,6 +302,11 @@ def block_of(chunk: Chunk) -> WindowBlock | None:
     kind = chunk.kind
     assert isinstance(kind, ChunkKind)
     return kind.block
+
+
+def _is_quantised(part: Segment | Chunk) -> bool:
+    assert isinstance(part.kind, ChunkKind)
+    return part.kind.extent.layout.is_quantised
 
 
 def extent_of(chunk: Chunk) -> Extent:

@@ -44,6 +44,9 @@ class WindowBlock(NamedTuple):
 def blocks_of(extents: Iterable[Extent], block_bytes: int = BLOCK_BYTES) -> list[WindowBlock]:
     """All blocks of the extents whose state is in host memory, in order.
 
+    Those of quantised parameters hold whole ones; a parameter that is larger than a block is in
+    none.
+
     Args:
         extents: the optimizer's extents.
         block_bytes: most state bytes of a block.
@@ -53,9 +56,25 @@ def blocks_of(extents: Iterable[Extent], block_bytes: int = BLOCK_BYTES) -> list
         if extent.layout.resident:
             continue
         limit = chunk_numel(block_bytes, extent.layout.alignment_bytes)
-        starts = range(0, extent.numel, limit)
-        blocks += [WindowBlock(extent, start, min(limit, extent.numel - start)) for start in starts]
+        if extent.layout.is_quantised:
+            runs = _whole_params(extent, limit)
+        else:
+            runs = [(start, min(start + limit, extent.numel)) for start in range(0, extent.numel, limit)]
+        blocks += [WindowBlock(extent, start, stop - start) for start, stop in runs]
     return blocks
+
+
+def _whole_params(extent: Extent, limit: int) -> list[tuple[int, int]]:
+    """Runs of whole parameters of at most ``limit`` elements; a larger parameter is in none."""
+    runs: list[tuple[int, int]] = []
+    start = 0
+    for stop in [*extent.param_starts[1:], extent.numel]:
+        if runs and runs[-1][1] == start and stop - runs[-1][0] <= limit:
+            runs[-1] = runs[-1][0], stop
+        elif stop - start <= limit:
+            runs.append((start, stop))
+        start = stop
+    return runs
 
 
 class Cut(NamedTuple):

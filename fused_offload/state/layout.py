@@ -42,7 +42,7 @@ class Layout:
 
     Attributes:
         device: device that steps the parameters.
-        param_dtype: dtype of the parameters.
+        param_dtype: dtype of the parameters; for quantised ones the dtype that they stand for.
         keys: state keys and their stored formats, in the order of storage. `MASTER_PARAM` is one of
             them if masters are kept.
         resident: True if the state stays on ``device``, False if it is in host memory.
@@ -87,9 +87,21 @@ class Layout:
         return sum(format.stored_bytes(numel) for _, format in self.keys)
 
     @property
+    def is_quantised(self) -> bool:
+        """True for parameters that are quantised from what a step writes."""
+        return any(format.of_quantised for _, format in self.keys)
+
+    @property
+    def written_dtype(self) -> torch.dtype:
+        """dtype of the parameter values that a step writes."""
+        return torch.float32 if self.is_quantised else self.param_dtype
+
+    @property
     def reads_master(self) -> bool:
         """True if a step reads `MASTER_PARAM`. A float32 parameter is its own master."""
-        return self.param_dtype != torch.float32 and any(key == MASTER_PARAM for key, _ in self.keys)
+        return self.is_quantised or (
+            self.param_dtype != torch.float32 and any(key == MASTER_PARAM for key, _ in self.keys)
+        )
 
 
 def _aligned(nbytes: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fused_offload.params.dtensors import is_distributed, local_of, same_sharding
+from fused_offload.params.quantised import is_quantised
 
 from .entry import StateEntry
 from .param_state import StateHooks
@@ -75,6 +76,7 @@ class StateMapping(defaultdict[torch.Tensor, StateEntry]):
             and old.stride() == param.stride()
             and old.dtype == param.dtype
             and old.device == param.device
+            and is_quantised(old) == is_quantised(param)
         )
 
     def __delitem__(self, param: torch.Tensor) -> None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from fused_offload.kernels.formats import SCALE_GROUP, Stored, decode, encode_
 from fused_offload.params.dtensors import local_of
+from fused_offload.params.quantised import half_step_of, plain_values
 from fused_offload.rules.base import MASTER_PARAM
 
 from .param_state import ParamState
 
+_SMALLEST_SHARE = 2.0**-14
+"""Share of the largest of 128 neighbours. Half of the smallest number of E4M3 is 2^-19 of the
+largest number of its tile."""
 _COMPARED_ELEMENTS = 4 * 2**20  # at a time; a multiple of the scale group
 
 
@@ -17,17 +23,30 @@ def refresh_master(state: ParamState) -> None:
     """Replaces the master by the parameter wherever the parameter is not the master's rounding.
 
     Remainders are kept. Only negative remainders of zero parameters become zero: no master has such
-    a pair, and it would join to a NaN.
+    a pair, and it would join to a NaN. Masters of quantised parameters are kept within a step of
+    the parameter's format.
 
     Args:
         state: state with an authoritative ``master_param``, updated in place.
     """
     stored = state.stored(MASTER_PARAM)
-    param = state.ordered(local_of(state.param))
+    local = local_of(state.param)
+    param = state.ordered(plain_values(local))
+    refresh = _refresh_remainders if stored.format.needs_param else _refresh_values
+    if stored.format.of_quantised:
+        refresh = partial(_refresh_quantised, half_step=half_step_of(local))
     for start in range(0, param.numel(), _COMPARED_ELEMENTS):
         part = param[start : start + _COMPARED_ELEMENTS].to(stored.data.device)
-        refresh = _refresh_remainders if stored.format.needs_param else _refresh_values
         refresh(stored.narrow(start, part.numel()), part)
+
+
+def is_param_value(state: ParamState) -> bool:
+    """True if the stored masters of a quantised parameter are its own values, bit for bit."""
+    stored = state.stored(MASTER_PARAM)
+    scale = None if stored.scale is None else torch.empty_like(stored.scale)
+    again = Stored(stored.format, torch.empty_like(stored.data), scale)
+    encode_(again, state.ordered(plain_values(local_of(state.param))).to(stored.data.device))
+    return torch.equal(again.data, stored.data)
 
 
 def _refresh_remainders(stored: Stored, param: torch.Tensor) -> None:
@@ -44,6 +63,22 @@ def _refresh_values(stored: Stored, param: torch.Tensor) -> None:
     is_rounding |= param.isnan() & master.isnan()
     if not is_rounding.all():
         encode_(stored, torch.where(is_rounding, master, param.float()))
+
+
+def _refresh_quantised(stored: Stored, values: torch.Tensor, half_step: float) -> None:
+    """Replaces masters that are no roundings of the values.
+
+    Scales belong to the parameter's class. Near zero, where steps no longer shrink with the value,
+    the largest of 128 neighbours stands for them.
+    """
+    magnitude = values.abs()
+    groups = torch.nn.functional.pad(magnitude, (0, -len(magnitude) % SCALE_GROUP)).view(-1, SCALE_GROUP)
+    near_zero = (groups.amax(dim=1) * _SMALLEST_SHARE).repeat_interleave(SCALE_GROUP)[: len(magnitude)]
+    master = decode(stored)
+    slack = _quantum(stored) / 2 + magnitude * half_step + near_zero
+    is_rounding = ((master - values).abs() <= slack) | (master.isnan() & values.isnan())
+    if not is_rounding.all():
+        encode_(stored, torch.where(is_rounding, master, values))
 
 
 def _quantum(stored: Stored) -> torch.Tensor | float:

@@ -20,6 +20,8 @@ class MemoryReport:
         resident_bytes: state on the parameters' own device by state key.
         ring_bytes: staging rings on GPUs, shared by all optimizers of the process.
         work_bytes: work memory of operations on whole parameters on GPUs, shared in the same way.
+        step_bytes: GPU memory that the last step took for the updated values of quantised
+            parameters, and gave back.
         param_numel: number of elements that have state.
         pinned: True if all offloaded state is page-locked.
         numa_nodes: NUMA nodes that offloaded state is preferred on; empty on hosts with one node,
@@ -32,19 +34,23 @@ class MemoryReport:
     resident_bytes: dict[str, int] = field(default_factory=dict)
     ring_bytes: int = 0
     work_bytes: int = 0
+    step_bytes: int = 0
     param_numel: int = 0
     pinned: bool = False
     numa_nodes: tuple[int, ...] = ()
     numa_bytes: dict[int, int] = field(default_factory=dict)
 
 
-def memory_report(extents: Iterable[Extent], *, ring_bytes: int, work_bytes: int, param_numel: int) -> MemoryReport:
+def memory_report(
+    extents: Iterable[Extent], *, ring_bytes: int, work_bytes: int, step_bytes: int, param_numel: int
+) -> MemoryReport:
     """Adds up the bytes of extents by state key.
 
     Args:
         extents: extents in use.
         ring_bytes: GPU bytes of staging rings.
         work_bytes: GPU bytes of work memory.
+        step_bytes: GPU bytes that a step takes and gives back.
         param_numel: number of elements that have state.
     """
     host: dict[str, int] = {}
@@ -61,6 +67,7 @@ def memory_report(extents: Iterable[Extent], *, ring_bytes: int, work_bytes: int
         resident_bytes=resident,
         ring_bytes=ring_bytes,
         work_bytes=work_bytes,
+        step_bytes=step_bytes,
         param_numel=param_numel,
         pinned=bool(slabs) and all(slab.pinned for slab in slabs),
         numa_nodes=tuple(sorted({slab.numa_node for slab in slabs if slab.numa_node is not None})),

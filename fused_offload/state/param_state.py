@@ -9,6 +9,7 @@ import torch
 from fused_offload.kernels.formats import Format, Stored, decode, encode_
 from fused_offload.params.dense import dense_strides, flat, like_memory_of, overlaps, same_order
 from fused_offload.params.dtensors import local_of
+from fused_offload.params.quantised import plain_values
 from fused_offload.rules.base import MASTER_PARAM
 
 from .storage import Extent, write_values
@@ -175,7 +176,7 @@ class ParamState:
         if stored.format.needs_param:
             stored.data.zero_()
         else:
-            write_values(stored, self.ordered(local))
+            write_values(stored, self.ordered(plain_values(local)))
 
     def reset(self) -> None:
         """Resets the rule's state to zero; the master stays."""

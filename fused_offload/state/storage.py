@@ -29,12 +29,13 @@ class Extent:
         numel: number of elements, a multiple of `ALIGNMENT`.
         place: byte offsets of the arrays in the memory.
         nbytes: bytes of the memory.
+        param_starts: first element of each of the parameters, ascending, as they were placed.
         stored: arrays of each key.
         slab: host memory of the extent, or None if it is resident on a device.
     """
 
     def __init__(self, layout: Layout, numel: int, *, pin: bool) -> None:
-        """Allocates the memory.
+        """Allocates the memory. Whoever places parameters in it notes their starts.
 
         Args:
             layout: common properties of the parameters.
@@ -46,6 +47,7 @@ class Extent:
         """
         self.layout = layout
         self.numel = numel
+        self.param_starts: list[int] = []
         self.place = place = extent_place(layout, numel)
         self.nbytes = place.nbytes
         self.slab = None

@@ -17,6 +17,7 @@ from fused_offload.memory.host_limits import check_host_bytes
 from fused_offload.params import placement
 from fused_offload.params.dense import addresses_of
 from fused_offload.params.dtensors import local_of
+from fused_offload.params.quantised import is_quantised
 
 from .layout import Layout, align
 from .mapping import StateMapping
@@ -50,7 +51,8 @@ class _Place(NamedTuple):
 
     def fits(self, param: torch.Tensor) -> bool:
         layout, local = self.extent.layout, local_of(param)
-        return (layout.param_device, layout.param_dtype, self.numel) == (local.device, local.dtype, local.numel())
+        of_layout = (layout.param_device, layout.param_dtype, layout.is_quantised, self.numel)
+        return of_layout == (local.device, local.dtype, is_quantised(local), local.numel())
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +111,10 @@ class StateStore:
         self._warned_unpinned = False
         self._views: list[torch.Tensor] = []
         self._view_addresses = addresses_of([])
+
+    def formats_of(self, param: torch.Tensor) -> dict[str, Format]:
+        """Stored format of each state key of a parameter, before and after it gets its storage."""
+        return self._formats()(param)
 
     def extents(self) -> list[Extent]:
         """All extents in use, each once."""
@@ -252,6 +258,7 @@ class StateStore:
         filled = dict.fromkeys(numels, 0)
         for param, layout in zip(waiting, layouts, strict=True):
             self._reserved[id(param)] = _Place(param, extents[layout], filled[layout], _numel(param))
+            extents[layout].param_starts.append(filled[layout])
             filled[layout] += align(_numel(param))
 
     def _warn_unpinned(self) -> None:

@@ -203,6 +203,10 @@ class Devices:
         """Bytes of work memory on the devices in use."""
         return sum(pipeline.queues.ring.work_bytes for pipeline in self.pipelines.values())
 
+    def step_bytes(self) -> int:
+        """GPU memory that the last step took and gave back."""
+        return sum(pipeline.step_bytes for pipeline in self.pipelines.values())
+
     def wait(self) -> None:
         """Waits until all state is written back."""
         with profiler_range("wait"):

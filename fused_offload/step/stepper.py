@@ -12,10 +12,11 @@ from fused_offload.memory.staging_ring import ENQUEUE_LOCK
 from fused_offload.params import placement
 from fused_offload.params.dtensors import local_of
 from fused_offload.params.placement import Placement
+from fused_offload.params.quantised import is_quantised
 from fused_offload.params.tracker import ParamTracker, Updates
 from fused_offload.plan.planner import Planner, StepPlan
 from fused_offload.plan.window_blocks import blocks_of
-from fused_offload.rules.base import UpdateRule
+from fused_offload.rules.base import MASTER_PARAM, UpdateRule, why_not_quantised
 from fused_offload.state.param_state import ParamState, StateHooks
 from fused_offload.state.store import StateStore
 from fused_offload.stream.step_inputs import ScalerInputs, StepInputs
@@ -145,6 +146,10 @@ class Stepper:
             return measured
         return sum(extent.nbytes for extent in self._store.extents() if extent.slab is not None) / assumed_bytes_per_s
 
+    def has_quantised(self) -> bool:
+        """True if some parameters are quantised."""
+        return self._watch.has_quantised
+
     def on_one_gpu(self) -> bool:
         """True if all parameters are stepped by one CUDA device."""
         made_for = self._watch.generation, self._hooks.version
@@ -196,6 +201,9 @@ class Stepper:
         self._settle_skips(param_groups, wait=scaler.found_inf is None or bool(self._unconfirmed))
         entries = self._ready_entries(updates, wanted)
         plan = self._plan(updates, entries, rule, part)
+        if self._fill_masters(plan):  # which a prefetch may have read before
+            self.devices.cancel_prefetch()
+            plan = self._plan(updates, entries, rule, part)
         inputs = self._inputs(param_groups, updates, scaler, rule)._replace(grad_factors=grad_factors)
         try:
             with ENQUEUE_LOCK:
@@ -225,6 +233,17 @@ class Stepper:
             window = ()
         planner = self.planner if part is None else self._part_planner(part)
         return planner.plan(updates, entries, rule.phases, self._hooks.version, window)
+
+    def _fill_masters(self, plan: StepPlan) -> bool:
+        """Writes quantised parameters into masters that are not authoritative; True if any was."""
+        waiting = [
+            entry
+            for entry in plan.initial
+            if not entry.is_set(MASTER_PARAM) and entry.extent is not None and entry.extent.layout.is_quantised
+        ]
+        for entry in waiting:
+            entry.fill_master()
+        return bool(waiting)
 
     def _inputs(
         self, param_groups: Sequence[dict[str, Any]], updates: Updates, scaler: ScalerInputs, rule: UpdateRule
@@ -289,6 +308,9 @@ class Stepper:
             rule.check_param(param)
         except (RuntimeError, ValueError) as error:
             return str(error)
+        reason = why_not_quantised(param, self._store.formats_of(param), rule) if is_quantised(param) else None
+        if reason is not None:
+            return f"A parameter of group {group} is a {type(local_of(param)).__name__}, {reason}"
         entry = self._store.state[param] if param in self._store.state else None
         if entry is None or entry.storage.extent is None:
             return None
@@ -296,6 +318,12 @@ class Stepper:
         if reason is not None:
             return f"{reason} It is in group {group}."
         layout, param = entry.storage.extent.layout, local_of(param)
+        if is_quantised(param) != layout.is_quantised:
+            kinds = ["quantised" if quantised else "plain" for quantised in (is_quantised(param), layout.is_quantised)]
+            return (
+                f"A parameter of group {group} is {kinds[0]} now ({type(param).__name__}), but its state was made for "
+                f"a {kinds[1]} one. Drop optimizer.state[param] to start over."
+            )
         if param.device != layout.param_device:
             return (
                 f"A parameter of group {group} moved from {layout.param_device} to {param.device} after it got its "

@@ -65,6 +65,8 @@ class AddressTable:
         host_params: HostParams,
         operations: Sequence[Operation] = (),
         array_itemsize: int = 0,
+        *,
+        in_place_of_params: bool = False,
     ) -> None:
         """Fills all columns but addresses and scalars.
 
@@ -76,13 +78,16 @@ class AddressTable:
             host_params: parameters and gradients that kernels find in a slot.
             operations: operations between the chunks.
             array_itemsize: bytes of an element of the operations' arrays.
+            in_place_of_params: True if launches find such an array in the parameter's place, False
+                if beside it.
         """
         counts = [len(chunk.pieces) for chunk in chunks]
         pieces = itertools.chain.from_iterable(chunk.pieces for chunk in chunks)
         numbers = np.fromiter(itertools.chain.from_iterable(pieces), np.int64, 4 * sum(counts))
         segment, offset, numel, slot_start = numbers.reshape(-1, 4).T
         programs = programs_of(numel)
-        self.rows = np.zeros((len(numel), ARRAY_COLUMNS if operations else TABLE_COLUMNS), np.int64)
+        columns = ARRAY_COLUMNS if operations and not in_place_of_params else TABLE_COLUMNS
+        self.rows = np.zeros((len(numel), columns), np.int64)
         self.rows[:, 0] = np.cumsum(programs) - programs  # over all chunks; made per chunk below
         self.rows[:, 3] = np.array(plan.starts, np.int64)[segment] + offset
         self.rows[:, 4] = numel
@@ -110,6 +115,7 @@ class AddressTable:
         arrays[self._operations] = [operation.offset for operation in operations]
         self._array_offset = arrays[segment] + offset * array_itemsize
         self._host_params = host_params
+        self._replaced = np.isin(segment, self._operations) if in_place_of_params else None
         self.version: Hashable = -1
         self._aligned: list[bool] = []
         self._starts = np.array([chunk.first for chunk in self.chunks])
@@ -129,12 +135,14 @@ class AddressTable:
         if version == self.version:
             return self._aligned
         self.rows[:, 1] = updates.param_addresses[self._segment] + self._param_offset
+        if arrays is not None and self._replaced is not None:
+            self.rows[self._replaced, 1] = arrays.address + self._array_offset[self._replaced]
         self.rows[:, 2] = updates.grad_addresses[self._segment] + self._grad_offset
         if slots:
             self._host_params.redirect(self.rows, slots)
         misaligned = (self.rows[:, 1] | self.rows[:, 2]) % _VECTOR_BYTES
         self._aligned = [not bits for bits in np.bitwise_or.reduceat(misaligned, self._starts)]
-        if arrays is not None:
+        if arrays is not None and self._replaced is None:
             scalars = np.zeros(len(updates.params), np.float32)
             scalars[self._operations] = arrays.scalars
             self.rows[:, 6] = arrays.address + self._array_offset

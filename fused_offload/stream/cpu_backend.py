@@ -14,7 +14,7 @@ from fused_offload.params.dense import flat
 from fused_offload.plan.chunks import Chunk
 from fused_offload.plan.planner import ChunkKind, StepPlan
 
-from .operations import array_of, order_of_work, parts_of, scalars_of
+from .operations import array_of, order_of_work, parts_of, scalars_of, stand_in_for_params
 from .step_inputs import StepInputs
 
 _CPU = torch.device("cpu")
@@ -34,24 +34,35 @@ def work_on_cpu(plan: StepPlan, inputs: StepInputs) -> Iterator[Callable[[], Any
         inputs: the step's inputs on the CPU; its parameters are updated in place.
     """
     chunks, operations = plan.chunks_on[_CPU], plan.operations.get(_CPU, [])
+    params: dict[int, torch.Tensor] = {}
     beside: dict[int, dict[str, Any]] = {}
     if operations:
         work, memory = plan.work[_CPU], plan.derived[_CPU]
         for operation, scalar in zip(operations, scalars_of(operations, inputs), strict=True):
             array = array_of(operation, memory, inputs)
-            beside[operation.segment] = {"array": array, "scalar": float(np.float32(scalar))}
+            if stand_in_for_params(inputs.rule):
+                params[operation.segment] = array
+            else:
+                beside[operation.segment] = {"array": array, "scalar": float(np.float32(scalar))}
     for item in order_of_work(len(chunks), operations, lambda one: parts_of(one, work, memory, inputs)):
-        yield partial(run_chunk, chunks[item], plan, inputs, beside) if isinstance(item, int) else item
+        yield partial(run_chunk, chunks[item], plan, inputs, params, beside) if isinstance(item, int) else item
 
 
-def run_chunk(chunk: Chunk, plan: StepPlan, inputs: StepInputs, beside: dict[int, dict[str, Any]]) -> None:
+def run_chunk(
+    chunk: Chunk,
+    plan: StepPlan,
+    inputs: StepInputs,
+    params: dict[int, torch.Tensor],
+    beside: dict[int, dict[str, Any]],
+) -> None:
     """Updates the parameters and the state of one chunk.
 
     Args:
         chunk: chunk of the plan.
         plan: the step's plan.
         inputs: the step's inputs.
-        beside: array and scalar of each segment that has an operation.
+        params: ``[numel]`` arrays in the place of quantised parameters, by segment.
+        beside: array and scalar of each segment that has an operation between two phases.
     """
     kind = chunk.kind
     assert isinstance(kind, ChunkKind)
@@ -64,7 +75,7 @@ def run_chunk(chunk: Chunk, plan: StepPlan, inputs: StepInputs, beside: dict[int
         if more:
             more = {**more, "array": more["array"][part]}
         phase.reference(
-            flat(updates.params[piece.segment])[part],
+            flat(params.get(piece.segment, updates.params[piece.segment]))[part],
             flat(updates.grads[piece.segment])[part],
             state.narrow(plan.starts[piece.segment] + piece.offset, piece.numel),
             inputs.values[kind.group],

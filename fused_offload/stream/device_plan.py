@@ -21,7 +21,7 @@ from fused_offload.state.layout import GRAD, PARAM, Layout, slot_bytes
 from .address_table import AddressTable
 from .copies import ChunkTransfer, Copy, block_write_back, bytes_of, chunk_transfer
 from .host_params import HostParams
-from .operations import Parts, parts_of
+from .operations import Parts, operation_of, parts_of, stand_in_for_params
 from .schedule import LoadedBlock
 from .step_inputs import StepInputs
 
@@ -59,6 +59,7 @@ class DevicePlan:
         resident: indices of chunks whose state stays on the device, or whose phase moves no state.
         operations: operations between the chunks.
         work: size and scratch of those operations' work memory.
+        quantises: True if the operations make quantised parameters, in memory of the step alone.
         copied: bytes that the streamed chunks move, with those of parameters and gradients.
         mapped: bytes that the kernels of zero-copy chunks move.
         need: ring and work memory that the plan needs, or None.
@@ -68,8 +69,9 @@ class DevicePlan:
     def __init__(
         self, plan: StepPlan, device: torch.device, rule: UpdateRule, updates: Updates, config: OffloadConfig
     ) -> None:
-        chunks, then = plan.chunks_on[device], rule.phases[0].then
+        chunks = plan.chunks_on[device]
         self.operations, self.work = plan.operations.get(device, []), plan.work.get(device, WorkMemory())
+        self.quantises = bool(self.operations) and stand_in_for_params(rule)
         self.kinds: list[ChunkKind] = []
         self.transfers: dict[int, ChunkTransfer] = {}
         self.in_window: list[tuple[int, WindowBlock, tuple[Copy, ...]]] = []
@@ -91,13 +93,21 @@ class DevicePlan:
             else:
                 self.transfers[index] = chunk_transfer(chunk, kind, phase)
         self.host_params = HostParams(chunks, self.transfers)
-        itemsize = 0 if then is None else then.dtype.itemsize
-        self.table = AddressTable(plan, chunks, updates, programs_of, self.host_params, self.operations, itemsize)
+        self.table = AddressTable(
+            plan,
+            chunks,
+            updates,
+            programs_of,
+            self.host_params,
+            self.operations,
+            operation_of(rule).dtype.itemsize,
+            in_place_of_params=self.quantises,
+        )
         state, self.mapped = _Moved.by(self.transfers.values()), _Moved.by(mapped)
         self.copied = _Moved(*map(sum, zip(state, (self.host_params.to_device, self.host_params.to_host), strict=True)))
         streamed = {(self.kinds[index].extent, self.kinds[index].grad_dtype) for index in self.transfers}
         extents = ((extent.layout, extent.numel, grad_dtype) for extent, grad_dtype in streamed)
-        self.need = ring_need(config, extents, rule.phases, self.work.nbytes)
+        self.need = ring_need(config, extents, rule.phases, 0 if self.quantises else self.work.nbytes)
         self.compiled_for: Any = None
         # Weak, so that views of a slot do not outlive the ring's memory.
         self._states: weakref.WeakKeyDictionary[Slot, dict[Any, BoundState]] = weakref.WeakKeyDictionary()
@@ -143,7 +153,7 @@ class DevicePlan:
 
         Args:
             operation: one of `operations`.
-            work: the ring's work memory.
+            work: the work memory.
             inputs: the step's inputs.
         """
         known = self._parts.setdefault(work, {})

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fused_offload.kernels.launch import LaunchKind, ScalerSignals
-from fused_offload.memory.staging_ring import StagingRing
+from fused_offload.memory.staging_ring import Slot, StagingRing
 from fused_offload.plan.operations import Operation
 from fused_offload.plan.window_blocks import WindowBlock
 
@@ -31,6 +31,7 @@ class Launches:
         signals: Mapping[int | None, ScalerSignals],
         ring: StagingRing,
         window: Mapping[WindowBlock, LoadedBlock],
+        work: Slot | None = None,
     ) -> None:
         """Keeps the arguments that all launches share.
 
@@ -42,6 +43,7 @@ class Launches:
             signals: a gradient scaler's signals by group, or for all groups under None.
             ring: the device's ring.
             window: loaded window blocks.
+            work: work memory of the plan's operations.
         """
         self._plan = plan
         self._inputs = inputs
@@ -50,6 +52,7 @@ class Launches:
         self._signals = signals
         self._ring = ring
         self._window = window
+        self.work = work
 
     def launch(self, index: int, slot_index: int = 0) -> None:
         """Enqueues the kernel of one chunk.
@@ -63,8 +66,14 @@ class Launches:
         phase = self._inputs.rule.phases[self._plan.kinds[index].phase]
         phase.launch(self._table[rows.first :], rows.rows, rows.programs, state, *self._shared(index))
 
-    def on_compute_stream(self) -> tuple[list[StreamedChunk], list[Callable[[], Any]]]:
-        """The order of work on the compute stream, without the window's and zero-copy kernels.
+    def on_compute_stream(
+        self, in_order: Mapping[int, Callable[[], Any]]
+    ) -> tuple[list[StreamedChunk], list[Callable[[], Any]]]:
+        """The order of work on the compute stream, without zero-copy kernels.
+
+        Args:
+            in_order: calls that enqueue the kernels of chunks in the window, by their index, where
+                these have a place in the order.
 
         Returns:
             The chunks that stream. Operations and kernels of resident chunks are the calls that
@@ -84,6 +93,8 @@ class Launches:
                 waiting.clear()
             elif item in self._plan.resident:
                 waiting.append(partial(self.launch, item))
+            elif item in in_order:
+                waiting.append(in_order[item])
         return chunks, waiting
 
     def _launch_scaled(self, index: int, slot_index: int) -> None:
@@ -94,14 +105,14 @@ class Launches:
         self.launch(index, slot_index)
 
     def _parts_of(self, operation: Operation) -> Parts:
-        assert self._ring.work is not None
-        return self._plan.parts(operation, self._ring.work, self._inputs)
+        assert self.work is not None
+        return self._plan.parts(operation, self.work, self._inputs)
 
     def _shared(self, index: int) -> tuple[Any, LaunchKind, ScalerSignals]:
         """Values, kind and signals of one chunk's launch, which compilation takes too."""
         kind = self._plan.kinds[index]
         launch_kind = LaunchKind(
-            kind.extent.layout.param_dtype,
+            kind.extent.layout.written_dtype,
             kind.grad_dtype,
             self._inputs.rule.numerics,
             self._aligned[index],

@@ -1,4 +1,4 @@
-"""Operations on whole parameters between the chunks of two phases."""
+"""Operations on whole parameters, between the chunks of two phases or behind those of one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,32 @@ from typing import Any
 import torch
 
 from fused_offload.plan.operations import Operation, WorkMemory
+from fused_offload.rules.base import UpdateRule, WholeOperation
 
 from .step_inputs import StepInputs
 
 Parts = Sequence[Callable[[], Any]]
 """Calls that enqueue an operation."""
+
+
+def _quantise(param: Any, array: torch.Tensor, scratch: torch.Tensor, values: Any) -> Parts:
+    return [partial(param.quantize_, array)]
+
+
+QUANTISE = WholeOperation(torch.float32, lambda param: 0, _quantise, lambda param, values: 0.0)
+"""Makes a quantised parameter from its updated values, behind the only phase of a rule. The kernels
+write those into an array in the parameter's place."""
+
+
+def operation_of(rule: UpdateRule) -> WholeOperation:
+    """The operation on whole parameters in the steps of a rule, if they have one."""
+    return rule.phases[0].then or QUANTISE
+
+
+def stand_in_for_params(rule: UpdateRule) -> bool:
+    """True if the arrays of operations take the place of parameters in the launches."""
+    return operation_of(rule) is QUANTISE
+
 
 PartsOf = Callable[[Operation], Parts]
 
@@ -52,10 +73,9 @@ def _slices(operation: Operation, parts_of: PartsOf) -> Iterator[None]:
 
 def array_of(operation: Operation, memory: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
     """A parameter's array in the work memory, ``[numel]``."""
-    whole, param = inputs.rule.phases[0].then, inputs.updates.params[operation.segment]
-    assert whole is not None
-    nbytes = param.numel() * whole.dtype.itemsize
-    return memory[operation.offset : operation.offset + nbytes].view(whole.dtype)
+    dtype = operation_of(inputs.rule).dtype
+    nbytes = inputs.updates.params[operation.segment].numel() * dtype.itemsize
+    return memory[operation.offset : operation.offset + nbytes].view(dtype)
 
 
 def parts_of(operation: Operation, work: WorkMemory, memory: torch.Tensor, inputs: StepInputs) -> Parts:
@@ -67,17 +87,30 @@ def parts_of(operation: Operation, work: WorkMemory, memory: torch.Tensor, input
         memory: the work memory, uint8.
         inputs: the step's inputs.
     """
-    whole, param = inputs.rule.phases[0].then, inputs.updates.params[operation.segment]
-    assert whole is not None
+    param = inputs.updates.params[operation.segment]
     array = array_of(operation, memory, inputs).as_strided(param.shape, param.stride())
     values = inputs.values[inputs.updates.groups[operation.segment]]
-    return whole.parts(param, array, memory[work.scratch : work.nbytes], values)
+    return operation_of(inputs.rule).parts(param, array, memory[work.scratch : work.nbytes], values)
 
 
 def scalars_of(operations: Sequence[Operation], inputs: StepInputs) -> tuple[float, ...]:
     """This step's scalar of each operation's parameter."""
-    updates, whole = inputs.updates, inputs.rule.phases[0].then
-    assert whole is not None
+    updates, whole = inputs.updates, operation_of(inputs.rule)
     return tuple(
         whole.scalar(updates.params[one.segment], inputs.values[updates.groups[one.segment]]) for one in operations
     )
+
+
+def step_memory(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Memory for the operations of one step, uint8 on the current stream.
+
+    Raises:
+        RuntimeError: if the GPU has too little memory.
+    """
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        raise RuntimeError(
+            f"A step needs {nbytes} bytes on {device} for the updated values of its largest quantised parameter, which "
+            "are not free. Free GPU memory first."
+        ) from error

@@ -37,6 +37,13 @@ run on the caller's stream in the plan's order. So parameters of one step share 
 events. The next step may run on another stream, or belong to another optimizer: it waits for the
 last kernel of the previous step.
 
+[Note: quantised parameters] Kernels write exact float32 values into memory of the step, in the
+parameter's place, and its class quantises them behind the last of its chunks. The memory is as
+large as the largest such parameter: one is open at a time, so their chunks have one order, those in
+the window included. It is allocated on the caller's stream and dropped with the step. So it needs
+no event, and between steps activations take its place. A call that fails, for instance for lack of
+memory, leaves the step half done.
+
 [Note: host readers synchronise] ``state``, ``state_dict``, ``load_state_dict`` and
 ``get_unscaled_state`` call `Pipeline.wait` before they touch a slab.
 
@@ -73,7 +80,8 @@ import torch
 from fused_offload.config import OffloadConfig
 from fused_offload.kernels.launch import ScalerSignals
 from fused_offload.memory.forks import keep_in_children
-from fused_offload.memory.staging_ring import ENQUEUE_LOCK
+from fused_offload.memory.staging_ring import ENQUEUE_LOCK, Slot
+from fused_offload.params.quantised import prepare_to_quantise
 from fused_offload.plan.planner import StepPlan
 from fused_offload.rules.base import Phase
 from fused_offload.state.layout import Layout
@@ -81,10 +89,10 @@ from fused_offload.state.layout import Layout
 from .address_table import Arrays
 from .device_plan import DevicePlan, ring_need
 from .launches import Launches
-from .operations import scalars_of
+from .operations import scalars_of, step_memory
 from .prefetch import Window
 from .queues import CudaOps, DeviceQueues
-from .schedule import launch_in_host_memory, stream_chunks
+from .schedule import launch_in_host_memory, launch_window, stream_chunks
 from .skip_counter import SkipCounter
 from .step_inputs import ScalerInputs, StepInputs
 from .step_upload import UploadBuffer
@@ -118,6 +126,7 @@ class Pipeline:
         skips: counter of the steps that the device skipped.
         log: timing events of the last steps.
         prefetch_host_seconds: host time of the prefetches for the next step.
+        step_bytes: GPU memory that the last step took for quantised parameters and gave back.
     """
 
     def __init__(self, device: torch.device, config: OffloadConfig) -> None:
@@ -134,6 +143,7 @@ class Pipeline:
         self._params_written: torch.cuda.Event | None = None
         self._called: tuple[torch.cuda.Event, float] | None = None
         self.prefetch_host_seconds = 0.0
+        self.step_bytes = 0
         self._is_enqueueing = False
         keep_in_children(self)
 
@@ -176,11 +186,10 @@ class Pipeline:
             device_plan = plan.derived[device] = DevicePlan(plan, device, inputs.rule, inputs.updates, self._config)
         if device_plan.need is not None:
             self.queues.require(self, device_plan.need)
+        work = self._work_memory(device_plan, inputs)
         arrays = None
-        if device_plan.operations:
-            assert self.queues.ring.work is not None
-            address = self.queues.ring.work.memory.data_ptr()
-            arrays = Arrays(address, scalars_of(device_plan.operations, inputs))
+        if work is not None:
+            arrays = Arrays(work.memory.data_ptr(), scalars_of(device_plan.operations, inputs))
         slots = tuple([slot.memory.data_ptr() for slot in self.queues.ring.slots]) if device_plan.host_params else ()
         aligned = device_plan.table.fill(inputs.updates, arrays, slots)
         ops = CudaOps(self.queues)
@@ -191,11 +200,20 @@ class Pipeline:
             device_plan.table, inputs.skip_rows, ops.compute.cuda_stream, partial(ops.record, ops.compute)
         )
         signals = self._signals(inputs.scaler, skip_rows)
-        launches = Launches(device_plan, inputs, table, aligned, signals, self.queues.ring, self.window.blocks)
+        launches = Launches(device_plan, inputs, table, aligned, signals, self.queues.ring, self.window.blocks, work)
         launches.compile(self._compiled)
         if device_plan.host_params:
             torch.cuda.synchronize(device)  # [Note: parameters in host memory]
         return PreparedStep(device_plan, launches, inputs.updates.params, inputs.scaler.found_inf)
+
+    def _work_memory(self, plan: DevicePlan, inputs: StepInputs) -> Slot | None:
+        """Work memory of the step's operations, or None."""
+        self.step_bytes = plan.work.nbytes if plan.quantises else 0
+        if plan.quantises:
+            for operation in plan.operations:
+                prepare_to_quantise(inputs.updates.params[operation.segment])
+            return Slot(step_memory(plan.work.nbytes, self.queues.device))  # [Note: quantised parameters]
+        return self.queues.ring.work if plan.operations else None
 
     def _signals(self, scaler: ScalerInputs, skip_rows: Mapping[int, torch.Tensor]) -> dict[int | None, ScalerSignals]:
         """Signals by group, or for all groups under None if the device skips no steps."""
@@ -218,19 +236,22 @@ class Pipeline:
         torch.autograd.graph.increment_version(step.params)
         plan, launch, ops = step.plan, step.launches.launch, CudaOps(self.queues)
         ring = self.queues.ring
-        if plan.operations:
-            assert ring.work is not None
-            if ring.work.written_back is not None:
-                ops.wait(ops.compute, ring.work.written_back)  # [Note: work memory]
+        work = step.launches.work
+        if work is not None and work.written_back is not None:
+            ops.wait(ops.compute, work.written_back)  # [Note: work memory]
         in_window = self.window.chunks(plan.in_window, launch, ops)
         window_bytes = self.window.nbytes
         began = ops.record(ops.compute, timing=True)
         called, host_began = self._called or (began, time.perf_counter())
         self._called = None
         copies_began = ops.record(ops.h2d, timing=True)
-        streamed, behind = step.launches.on_compute_stream()
-        previous = self.write_backs.before_copies
-        written_back, self._params_written = stream_chunks(streamed, ring.slots, ops, previous, in_window)
+        in_order = {
+            index: partial(launch_window, [chunk], ops)
+            for (index, *_), chunk in zip(plan.in_window if plan.quantises else (), in_window, strict=False)
+        }
+        streamed, behind = step.launches.on_compute_stream(in_order)
+        previous, between = self.write_backs.before_copies, () if in_order else in_window
+        written_back, self._params_written = stream_chunks(streamed, ring.slots, ops, previous, between)
         ring.rotate(len(streamed))  # the next step or part begins with the slot that is free first
         loaded, stored = ops.record(ops.h2d, timing=True), ops.record(ops.d2h, timing=True)
         if plan.in_host_memory:
@@ -239,8 +260,8 @@ class Pipeline:
         for enqueue in behind:
             enqueue()
         computed = self._computed = ops.record(ops.compute, timing=True)
-        if plan.operations and ring.work is not None:
-            ring.work.written_back = computed
+        if work is not None:
+            work.written_back = computed
         if written_back is not None:
             self.write_backs.note_streamed(written_back, self.window.blocks)
         from_window = self.window.write_back(in_window, ops, computed)

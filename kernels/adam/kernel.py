@@ -207,7 +207,7 @@ def _update_program(
     row = piece_of_program(table_ptr, rows, pid)
     base = table_ptr + row * 6
     inside = (pid - tl.load(base)).to(tl.int64) * BLOCK
-    param_bytes: tl.constexpr = 4 if PARAM == "fp32" else 2
+    param_bytes: tl.constexpr = 4 if PARAM == "fp32" or PARAM == "fp32_out" else 2
     grad_bytes: tl.constexpr = 4 if GRAD == "fp32" else 2
     param_ptr = typed_pointer(tl.load(base + 1) + inside * param_bytes, PARAM, ALIGNED)
     grad_ptr = typed_pointer(tl.load(base + 2) + inside * grad_bytes, GRAD, ALIGNED)

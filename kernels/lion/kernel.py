@@ -137,7 +137,7 @@ def lion_kernel(
     # State that no earlier step wrote, or that is written without being read, is written by a
     # skipped step, too: otherwise leftovers in the slot would be copied back.
     WRITE_ON_SKIP: tl.constexpr = (INIT_EXP_AVG or INIT_MASTER) or (PARAM == "fp32" and MASTER != "none")
-    PARAM_BYTES: tl.constexpr = 4 if PARAM == "fp32" else 2
+    PARAM_BYTES: tl.constexpr = 4 if PARAM == "fp32" or PARAM == "fp32_out" else 2
     GRAD_BYTES: tl.constexpr = 4 if GRAD == "fp32" else 2
 
     if lr_ptr is not None:
