@@ -393,10 +393,12 @@ def replicated_and_in_mixed_precision() -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh(DEVICE, (2, 1), mesh_dim_names=("replicate", "shard"))
     runs = []
-    for offload in (OFFLOADED, RESIDENT):
-        model, optimizer = build(offload, "plain", mesh=mesh, mp_policy=policy)
+    for offload, options in ((OFFLOADED, {}), (RESIDENT, {}), (OFFLOADED, ON_HOST)):
+        model, optimizer = build(offload, "plain", odd=0, mesh=mesh, mp_policy=policy, **options)
         train(model, optimizer, range(5))
         runs += [model, optimizer]
+    same_training(*runs[:2], *runs[4:])
+    runs = runs[:4]
     same_training(*runs)
     if DEVICE == "cuda":
         with pytest.raises(RuntimeError, match="HSDP"):

@@ -22,12 +22,14 @@ from helpers import Snapshot, assert_same_snapshot, snapshot
 pytest.importorskip("triton")
 
 import simulated_device
-from simulated_device import SCHEDULES, Schedule, Signal, SimulatedDevice
+from simulated_device import SCHEDULES, Memory, Schedule, Signal, SimulatedDevice
 
 import fused_offload
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.memory.staging_ring import ENQUEUE_LOCK
 from fused_offload.model_hooks import backward_step
+from fused_offload.params import placement
+from fused_offload.params.placement import Placement
 from fused_offload.plan.window_blocks import blocks_of
 from fused_offload.step import stepper
 from fused_offload.stream import queues
@@ -60,13 +62,19 @@ class Trainer:
             options["window_bytes"] = 4000
         with torch.cuda.stream(self._stream):
             self.params = [torch.nn.Parameter(self._random(*size)) for size in SIZES]
+            if kind == "host":
+                HOSTED.extend(self.params)
             config = OffloadConfig(**options)
             self.optimizer = FusedOffloadAdam(self.params, master_weights=True, weight_decay=0.1, offload=config)
             if kind == "parts":
                 self.optimizer.step_in_backward(torch.nn.ParameterList(self.params))
 
     def _random(self, *size: int) -> torch.Tensor:
-        return self._sim.to_device(torch.randn(size, generator=self._generator))
+        values = torch.randn(size, generator=self._generator)
+        if self._kind != "host":
+            return self._sim.to_device(values)
+        self._sim.add(Memory(values.data_ptr(), values.nbytes, None, values))  # page-locked
+        return values
 
     def prepared(self) -> Callable[[], None]:
         """A step whose gradients are there."""
@@ -123,7 +131,14 @@ class Trainer:
 LATE = [schedule for schedule in SCHEDULES if schedule.order[1] == 2]
 """Schedules that run the stream of the interrupted optimizer as late as they may."""
 
-KINDS = ("copy", "zero_copy", "window", "parts", "amp")
+KINDS = ("copy", "zero_copy", "window", "parts", "amp", "host")
+
+HOSTED: list[torch.Tensor] = []
+"""Parameters in host memory that the device steps."""
+
+
+def placed(param: torch.Tensor) -> Placement:
+    return Placement(torch.device("cpu"), on_host=any(param is one for one in HOSTED))
 
 
 @pytest.fixture(autouse=True)
@@ -139,7 +154,9 @@ def simulated(schedule: Schedule) -> Iterator[SimulatedDevice]:
     try:
         sim = SimulatedDevice(schedule)
         with pytest.MonkeyPatch.context() as patch, simulated_device.installed(sim, patch):
+            patch.setattr(placement, "placement_of", placed)
             yield sim
+            HOSTED.clear()
             sim.run_all()
             assert not sim.faults, sim.faults[0]
             gc.collect(0)
@@ -316,6 +333,23 @@ def test_a_call_that_raises(kind: str, behind: bool) -> None:
 def test_a_signal_between_two_bytecodes(kind: str) -> None:
     for number in spread(counted(kind, AtBytecode), 10):
         check(kind, LATE[number % len(LATE)], AtBytecode(number))
+
+
+def test_nothing_writes_parameters_in_host_memory_behind_a_failed_step() -> None:
+    """Whoever loads a checkpoint writes them on the host, at once."""
+    for number in range(counted("host", AtCall)):
+        with simulated(LATE[number % len(LATE)]) as sim:
+            trainer = Trainer(sim, 1, "host")
+            trainer.step()
+            assert AtCall(number)(sim, trainer.prepared())
+            with torch.no_grad():
+                for param in trainer.params:
+                    param.fill_(7.0)
+            sim.run_all()
+            assert all(bool((param == 7.0).all()) for param in trainer.params), number
+            trainer.optimizer.close()
+            del trainer
+            gc.collect(0)
 
 
 @pytest.mark.large

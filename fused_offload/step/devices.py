@@ -100,6 +100,11 @@ class Devices:
         for pipeline in self.pipelines.values():
             pipeline.wait_for_params()
 
+    def settle_params(self) -> None:
+        """Waits, behind a failed step, until nothing writes parameters in host memory any more."""
+        for pipeline in self.pipelines.values():
+            pipeline.settle_params()
+
     def run_on_cpu(self, plan: StepPlan, inputs: StepInputs) -> None:
         """Updates the parameters on the CPU.
 

@@ -17,8 +17,9 @@ class StepReport:
             which training waits. It includes the kernels themselves, which also run if all state is
             on the GPU. It includes the host time of the step if the stream was idle, as after
             reading the gradient norm. The slowdown of other kernels by copies is not included.
-        bytes_to_device: state that was prefetched or streamed to the device.
-        bytes_to_host: state that was written back.
+        bytes_to_device: state that was prefetched or streamed to the device, and parameters and
+            gradients that came from host memory.
+        bytes_to_host: state that was written back, and parameters that went to host memory.
         to_device_gbps: ``bytes_to_device`` over the time that these copies took, or None if there
             were none. Under backward and forward passes the time includes waits of the copies for
             each other and for memory.

@@ -223,6 +223,7 @@ class Stepper:
         except BaseException as error:
             if self.failure is not None:
                 self.failure = f"{type(error).__name__}: {error}"
+                self.devices.settle_params()
             raise
 
     def _plan(self, updates: Updates, entries: list[ParamState], rule: UpdateRule, part: int | None) -> StepPlan:

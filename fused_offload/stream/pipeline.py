@@ -141,6 +141,7 @@ class Pipeline:
         self._compiled: set[Any] = set()
         self._computed: torch.cuda.Event | None = None
         self._params_written: torch.cuda.Event | None = None
+        self._steps_host_params = False
         self._called: tuple[torch.cuda.Event, float] | None = None
         self.prefetch_host_seconds = 0.0
         self.step_bytes = 0
@@ -202,6 +203,7 @@ class Pipeline:
         signals = self._signals(inputs.scaler, skip_rows)
         launches = Launches(device_plan, inputs, table, aligned, signals, self.queues.ring, self.window.blocks, work)
         launches.compile(self._compiled)
+        self._steps_host_params = bool(device_plan.host_params)
         if device_plan.host_params:
             torch.cuda.synchronize(device)  # [Note: parameters in host memory]
         return PreparedStep(device_plan, launches, inputs.updates.params, inputs.scaler.found_inf)
@@ -287,6 +289,15 @@ class Pipeline:
         """Waits on the host until the last step's parameters are there; see [Note: parameters in host memory]."""
         if self._params_written is not None:
             self._params_written.synchronize()
+
+    def settle_params(self) -> None:
+        """Waits until the device is through with a failed step of parameters in host memory.
+
+        Whoever loads a checkpoint writes them from the host, which no stream waits for.
+        """
+        if self._steps_host_params:
+            self.queues.settle()
+            self.wait_for_params()
 
     def wait(self) -> None:
         """Drops the window, and waits until all state of this optimizer is written back."""
