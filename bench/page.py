@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 _HERE = Path(__file__).resolve().parent
 if str(_HERE) not in sys.path:
@@ -76,6 +77,8 @@ class Results:
             return "fused-offload tune"
         if "large" in record:
             return "large models on one GPU"
+        if "params_on_host" in record:
+            return "parameters and gradients in host memory"
         if "together" in record:
             return "several GPUs of one host"
         if "whole" in record:
@@ -125,6 +128,8 @@ class Results:
             yield ""
             if "large" in self.record:
                 yield from _large_lines(self.record)
+            elif "params_on_host" in self.record:
+                yield from _host_params_lines(self.record["params_on_host"])
             elif "together" in self.record:
                 yield from _together_lines(self.record["together"])
             elif "whole" in self.record:
@@ -214,6 +219,35 @@ def _large_lines(record: Record) -> Iterator[str]:
             f"{search['gpu_bytes'] / 1e9:.1f} GB of GPU and {search['host_bytes'] / 1e9:.1f} GB of host memory "
             f"(tried: {tried}).",
         )
+
+
+def _host_params_lines(cases: Record) -> Iterator[str]:
+    """Results of `params_on_host.py`."""
+
+    def on_gpu(name: str, case: Record) -> tuple[str, ...]:
+        plain = min(map(median, case["plain_ms"].values())) if "plain_ms" in case else None
+        step, numel = median(case["step_ms"]), case["numel"]
+        return (
+            name,
+            f"{numel:,}",
+            number(step, 4),
+            number(plain, 4),
+            "" if plain is None else f"{step / plain:.3f}",
+            number(median(case["until_params_ms"]), 4),
+            number(median(case["clipped_ms"]), 4),
+            number(step / numel * 1e9, 4),
+        )
+
+    header = (
+        *("state", "parameters", "step, ms", "plain copies, ms", "/ plain", "until `step()` returns, ms"),
+        *("with clipping, ms", "step, ms a billion"),
+    )
+    yield from markdown(header, (on_gpu(name, case) for name, case in cases.items() if name != "cpu"))
+    if "cpu" in cases:
+        yield ""
+        rows = ((name, case["numel"], median(case["step_ms"])) for name, case in cases["cpu"].items())
+        lines = ((name, f"{numel:,}", number(ms, 4), number(ms / numel * 1e9, 4)) for name, numel, ms in rows)
+        yield from markdown(("on the CPU", "parameters", "step, ms", "ms a billion"), lines)
 
 
 def _together_lines(together: Record) -> Iterator[str]:

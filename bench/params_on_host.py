@@ -213,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def save(path: Path | None, results: Record) -> None:
     """Writes the results so far."""
     if path is not None:
-        path.write_text(json.dumps({"params_on_host": {**results, "machine": machine_facts()}}, indent=1) + "\n")
+        path.write_text(json.dumps({"params_on_host": results, "machine": machine_facts()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

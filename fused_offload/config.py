@@ -38,7 +38,7 @@ class OffloadConfig:
     Attributes:
         fraction: share of the state bytes in host memory, from 0 to 1. Whole parameters are
             offloaded in group order until their state reaches this share. The state of the others
-            stays on the parameters' device.
+            stays on the parameters' device. State of parameters in host memory is always offloaded.
         chunk_bytes: state bytes of a chunk in one direction. The GPU holds up to ``depth`` chunks
             of at least 128 elements. Small chunks cost launches; large ones delay the first kernel
             and the last write-back. The default is a sixteenth of the state, from 8 to 48 MiB.

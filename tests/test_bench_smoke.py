@@ -114,14 +114,30 @@ def test_a_model_whose_sequences_go_one_by_one_is_the_same_model(monkeypatch: py
     assert model(tokens).item() == pytest.approx(whole.item(), rel=1e-2)
 
 
-def test_a_step_of_parameters_on_the_host_is_measured(tmp_path: Path) -> None:
+def test_a_step_of_parameters_on_the_host_is_measured_and_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "host.json"
     command = [sys.executable, "bench/params_on_host.py", "--tiny", "--device", "cpu", "--results", str(path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    record = json.loads(path.read_text())["params_on_host"]
-    assert {"remainder and 8 bits", "12 bytes", "cpu", "machine"} == set(record)
+    written = json.loads(path.read_text())
+    record = written["params_on_host"]
+    assert set(record) == {"remainder and 8 bits", "12 bytes", "cpu"}
     assert len(record["cpu"]) == 4
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    page = importlib.import_module("page")
+    for name, plain_ms in (("remainder and 8 bits", 150.0), ("12 bytes", 320.0)):
+        record[name] |= {
+            "numel": 10**9,
+            "step_ms": [160.0, 155.0, 170.0],
+            "plain_ms": {"16": [plain_ms], "48": [400.0]},
+        }
+    path.write_text(json.dumps(written))
+    text = "\n".join(page.Results(path).lines())
+    assert "| remainder and 8 bits | 1,000,000,000 | 160.0 | 150.0 | 1.067 |" in text
+    assert "| 12 bytes | 1,000,000,000 | 160.0 | 320.0 | 0.500 |" in text
+    assert "| torch fused, bfloat16 everything |" in text
 
 
 def test_the_step_of_a_large_model_is_timed_alone_and_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

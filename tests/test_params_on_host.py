@@ -20,7 +20,7 @@ pytest.importorskip("triton")
 
 import cpu_pipeline
 
-from fused_offload import FusedOffloadAdam, FusedOffloadLion, OffloadConfig
+from fused_offload import FusedOffloadAdam, FusedOffloadLion, FusedOffloadMuon, OffloadConfig
 from fused_offload.memory import host_limits
 from fused_offload.memory.staging_ring import StagingRing
 from fused_offload.params import placement
@@ -195,6 +195,35 @@ def test_the_factor_belongs_to_the_gradients(on_host: list[torch.Tensor]) -> Non
     optimizer.step()
 
 
+@pytest.mark.parametrize("norm_type", [2.0, 3.0, math.inf])
+@pytest.mark.parametrize("hosted", [(0, 1, 2, 3), (1, 2)], ids=["all", "some"])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_norm_and_factor_are_those_of_torch(
+    on_host: list[torch.Tensor], norm_type: float, hosted: tuple[int, ...], decoupled: bool
+) -> None:
+    """Of gradients of several dtypes, on the host and on the device, twice in a row."""
+    dtypes = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float32)
+    values = [randn((50, 3), index, dtype=dtype) for index, dtype in enumerate(dtypes)]
+    theirs = [param_of(value) for value in values]
+    params = [param_of(value) for value in values]
+    on_host += [params[index] for index in hosted]
+    optimizer = FusedOffloadAdam([{"params": [param]} for param in params], use_decoupled_grad=decoupled)
+    for index, (param, other) in enumerate(zip(params, theirs, strict=True)):
+        other.grad = randn((50, 3), 10 + index, dtype=other.dtype)
+        setattr(param, "decoupled_grad" if decoupled else "grad", other.grad.clone())
+    reference = FusedOffloadAdam([{"params": [param]} for param in theirs])
+    for limit in (5.0, 3.0):
+        expected = torch.nn.utils.clip_grad_norm_(theirs, limit, norm_type, foreach=False)
+        norm = optimizer.clip_grad_norm_(limit, norm_type, foreach=False)
+        assert norm.dtype == expected.dtype
+        assert norm.item() == expected.item()
+    for one in (optimizer, reference):
+        one.step()
+    for param, other in zip(params, theirs, strict=True):
+        assert torch.equal(param, other)
+        assert torch.equal(optimizer.state[param]["exp_avg"], reference.state[other]["exp_avg"])
+
+
 def test_norms_that_are_not_finite(on_host: list[torch.Tensor]) -> None:
     param = param_of(torch.ones(300))
     on_host.append(param)
@@ -254,6 +283,13 @@ def test_too_little_host_memory_is_refused_before_training(
     assert len(optimizer.param_groups) == 1
     params[1].requires_grad_(False)
     optimizer.add_param_group({"params": params[1:]})
+
+
+def test_a_rule_of_two_phases_is_refused(on_host: list[torch.Tensor]) -> None:
+    param = torch.nn.Parameter(torch.ones(4, 4))
+    on_host.append(param)
+    with pytest.raises(RuntimeError, match=r"FusedOffloadMuon works on whole parameters .* leave CPUOffloadPolicy out"):
+        FusedOffloadMuon([param])
 
 
 def test_their_state_is_offloaded_whatever_the_fraction(on_host: list[torch.Tensor]) -> None:
