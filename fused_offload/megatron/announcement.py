@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from .adam import MegatronAdam
+from .muon import MuonCounts
 
 
 def announce(inners: Sequence[MegatronAdam], megatron_version: str) -> None:
@@ -19,7 +20,7 @@ def announce(inners: Sequence[MegatronAdam], megatron_version: str) -> None:
         inners: inner optimizers of one model, at least one, all in the same place.
         megatron_version: release of Megatron-Core.
     """
-    if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
+    if not _is_first_rank():
         return
     inner, planned_bytes = inners[0], sum(inner.planned_bytes() for inner in inners)
     stored = ", ".join(f"{key} as {format}" for key, format in inner.planned_formats().items())
@@ -32,6 +33,31 @@ def announce(inners: Sequence[MegatronAdam], megatron_version: str) -> None:
         *_about_window(inner, planned_bytes),
     ]
     print("\n".join(lines), flush=True)
+
+
+def _is_first_rank() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def announce_muon(counts: MuonCounts, others: str) -> None:
+    """Prints how many parameters of the first rank's model are on Muon, and how many elsewhere.
+
+    Args:
+        counts: parameters by their optimizer.
+        others: name of the optimizer of the other parameters.
+    """
+    if _is_first_rank():
+        print(
+            f"fused-offload: {counts.matrices} matrices ({counts.numel:,} elements) on Muon, their float32 momentum in "
+            f"host memory, masters on the GPU; {counts.others} other parameters on {others}.",
+            flush=True,
+        )
+
+
+def announce_stock(name: str) -> None:
+    """Prints that an optimizer beside Muon stays Megatron's own."""
+    if _is_first_rank():
+        print(f"fused-offload: --optimizer {name} keeps Megatron's own optimizer; only muon moves.", flush=True)
 
 
 def _about_masters(inner: MegatronAdam) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from fused_offload.config import OffloadConfig
 
 from .after_import import call_after_import
-from .options import rounds_stochastically, window_bytes
+from .options import moves_muon, rounds_stochastically, window_bytes
 from .patches import Installation
 from .replacements import Settings
 from .step_log import checked_interval
@@ -26,6 +26,7 @@ def install(
     *,
     stochastic_rounding: bool | None = None,
     log_interval: int | None = None,
+    muon: bool | None = None,
 ) -> None:
     """Makes Megatron-Core build FusedOffloadAdam; call it before the optimizer is built.
 
@@ -50,11 +51,14 @@ def install(
             value of FUSED_OFFLOAD_STOCHASTIC_ROUNDING, or False if that is not set.
         log_interval: steps between two reports on the first rank (see ``last_step_report``). The
             default is the value of FUSED_OFFLOAD_LOG_INTERVAL, or no reports if that is not set.
+        muon: keep the momentum of ``--optimizer muon`` in host memory, too; ``offload`` without its
+            window says how it moves. The default is the value of FUSED_OFFLOAD_MUON, or False if
+            that is not set.
 
     Raises:
-        TypeError: if ``offload`` is not an OffloadConfig, or ``stochastic_rounding`` not a bool.
+        TypeError: if ``offload`` is not an OffloadConfig, or a switch not a bool.
         ValueError: for unknown numerics, a bad ``log_interval``, or bad values of the variables.
-        ModuleNotFoundError: if Megatron-Core is not installed.
+        ModuleNotFoundError: if Megatron-Core is not installed, or with ``muon`` emerging-optimizers.
     """
     global _installation
     if offload is not None and not isinstance(offload, OffloadConfig):
@@ -67,7 +71,18 @@ def install(
         )
     if offload is None:
         offload = OffloadConfig(window_bytes=window_bytes())
-    settings = Settings(offload, numerics, checked_interval(log_interval), rounds_stochastically(stochastic_rounding))
+    settings = Settings(
+        offload,
+        numerics,
+        checked_interval(log_interval),
+        rounds_stochastically(stochastic_rounding),
+        moves_muon(muon),
+    )
+    if settings.muon and importlib.util.find_spec("emerging_optimizers") is None:
+        raise ModuleNotFoundError(
+            "Megatron-Core's Muon needs emerging-optimizers: pip install 'emerging-optimizers>=0.3' (Python 3.12 or "
+            "newer), or leave muon=True and FUSED_OFFLOAD_MUON=1 out"
+        )
     if _installation is not None:
         _installation.settings = settings
         return
@@ -103,6 +118,7 @@ def installed(
     *,
     stochastic_rounding: bool | None = None,
     log_interval: int | None = None,
+    muon: bool | None = None,
 ) -> Iterator[None]:
     """`install` for the duration of a ``with`` block, in which the optimizer is built.
 
@@ -111,9 +127,10 @@ def installed(
         numerics: as for `install`.
         stochastic_rounding: as for `install`.
         log_interval: as for `install`.
+        muon: as for `install`.
     """
     before = _installation.settings if _installation is not None else None
-    install(offload, numerics, stochastic_rounding=stochastic_rounding, log_interval=log_interval)
+    install(offload, numerics, stochastic_rounding=stochastic_rounding, log_interval=log_interval, muon=muon)
     try:
         yield
     finally:
@@ -125,4 +142,5 @@ def installed(
                 before.numerics,
                 stochastic_rounding=before.stochastic_rounding,
                 log_interval=before.log_interval,
+                muon=before.muon,
             )

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .adam import MegatronAdam
 from .adaptation import adapt
-from .announcement import announce
+from .announcement import announce, announce_muon, announce_stock
 from .api_probe import MegatronApi, UnknownApiError, find_api
 from .checks import check_config, check_model, warn_if_copies_drift, warn_if_nothing_moves
 from .fsdp import take_flags, uses_fsdp
+from .muon import counts_of, muon_in_place
 from .options import remember_remainders, restore_remainders, takes_hybrid_place
 from .replacements import FusedAdamPlaceAdam, Settings, building, hybrid_place, methods_that_name
 from .step_log import log_steps
 from .te_check import warn_where_bits_differ
+
+_EMERGING_FACTORY = "_get_megatron_emerging_optimizer"
 
 
 class Installation:
@@ -65,6 +69,9 @@ class Installation:
                 self.replace(module, "Adam", FusedAdamPlaceAdam)
         factory = getattr(api.package, api.factory_name)
         self.replace(api.package, api.factory_name, _wrapped_factory(factory, api, self))
+        if hasattr(api.package, _EMERGING_FACTORY):
+            emerging = getattr(api.package, _EMERGING_FACTORY)
+            self.replace(api.package, _EMERGING_FACTORY, _wrapped_emerging(emerging, self))
         chain = api.package.ChainedOptimizer
         self.replace(chain, "__init__", _wrapped_chain(chain.__init__, api, self))
         post_init = api.config.__post_init__
@@ -113,6 +120,26 @@ def _wrapped_factory(factory: Callable[..., Any], api: MegatronApi, installation
             installation.warned.add(inner.place)
             warn_if_nothing_moves(config)
             warn_if_copies_drift(config, model_chunks, stochastic_rounding=inner.stochastic_rounding)
+        return optimizer
+
+    return build
+
+
+def _wrapped_emerging(factory: Callable[..., Any], installation: Installation) -> Callable[..., Any]:
+    """Puts Muon's momentum into host memory, where `install` was asked to."""
+
+    @functools.wraps(factory)
+    def build(config: Any, model_chunks: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = installation.settings
+        if not settings.muon:
+            return factory(config, model_chunks, *args, **kwargs)
+        if config.optimizer.removeprefix("dist_") != "muon":
+            announce_stock(config.optimizer)
+            return factory(config, model_chunks, *args, **kwargs)
+        registry = importlib.import_module("megatron.core.optimizer.emerging_optimizers")
+        with building(config, settings), muon_in_place(registry) as made:
+            optimizer = factory(config, model_chunks, *args, **kwargs)
+        announce_muon(counts_of(made, model_chunks), config.muon_scalar_optimizer)
         return optimizer
 
     return build

@@ -24,12 +24,14 @@ class Settings(NamedTuple):
         numerics: ``"ieee"``, ``"te"``, or None for the default of each place.
         log_interval: steps between two printed reports, or None.
         stochastic_rounding: as for `FusedOffloadAdam`.
+        muon: whether Muon's momentum moves.
     """
 
     offload: OffloadConfig
     numerics: str | None
     log_interval: int | None = None
     stochastic_rounding: bool = False
+    muon: bool = False
 
 
 class _Build(NamedTuple):
@@ -52,6 +54,12 @@ def building(config: Any, settings: Settings) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+def current_settings() -> Settings:
+    """Settings of the optimizer that is being built; the defaults outside of `building`."""
+    build = _current.get()
+    return build.settings if build is not None else Settings(OffloadConfig(), None)
 
 
 def hybrid_place(stock: type[torch.optim.Optimizer]) -> type:
@@ -184,8 +192,7 @@ class FusedAdamPlaceAdam(MegatronAdam):
     place = "FusedAdam"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        build = _current.get()
-        settings = build.settings if build is not None else Settings(OffloadConfig(), None)
+        settings = current_settings()
         kwargs.setdefault("numerics", settings.numerics or "te")
         kwargs.setdefault("offload", settings.offload)
         kwargs.setdefault("stochastic_rounding", settings.stochastic_rounding)

@@ -43,7 +43,9 @@ class WorkMemory(NamedTuple):
     nbytes: int = 0
 
 
-def in_order(first: Sequence[Chunk], second: Sequence[Chunk]) -> tuple[list[Chunk], list[Operation]]:
+def in_order(
+    first: Sequence[Chunk], second: Sequence[Chunk], *, largest_first: bool = True
+) -> tuple[list[Chunk], list[Operation]]:
     """Orders the chunks of two phases around the operations between them.
 
     A parameter's operation runs between its first and its second phase. Meanwhile the second phase
@@ -54,11 +56,13 @@ def in_order(first: Sequence[Chunk], second: Sequence[Chunk]) -> tuple[list[Chun
     Args:
         first: chunks of the first phase.
         second: chunks of the second phase.
+        largest_first: whether large parameters come first, or all as they are in ``first``.
 
     Returns:
         All chunks, and one operation per segment.
     """
-    first = _largest_first(first)
+    if largest_first:
+        first = _largest_first(first)
     complete = {piece.segment: number for number, chunk in enumerate(first) for piece in chunk.pieces}
     places = {segment: place for place, segment in enumerate(complete)}
     last_place = {id(chunk): max(places[piece.segment] for piece in chunk.pieces) for chunk in second}

@@ -211,7 +211,7 @@ class Planner:
             for number in range(2)
         )
         for device, chunks in first.items():
-            ordered, operations = in_order(chunks, second[device])
+            ordered, operations = in_order(chunks, second[device], largest_first=not operation.is_collective)
             scratch = max(operation.scratch_bytes(params[one.segment]) for one in operations)
             found.chunks_on[device] = ordered
             found.operations[device], found.work[device] = placed(

@@ -37,12 +37,15 @@ class WholeOperation(NamedTuple):
             and strides; ``scratch`` is uint8. The calls serve all steps of the same
             `UpdateRule.compiled_values`, and allocate no memory.
         scalar: ``(param, values)``, returns the parameter's float32 for the launches of this step.
+        is_collective: whether ranks communicate in it, so that all must take parameters in their
+            order, whatever the chunks.
     """
 
     dtype: torch.dtype
     scratch_bytes: Callable[[torch.Tensor], int]
     parts: Callable[..., Sequence[Callable[[], Any]]]
     scalar: Callable[[torch.Tensor, Any], float]
+    is_collective: bool = False
 
 
 class Phase(NamedTuple):

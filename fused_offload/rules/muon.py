@@ -79,6 +79,7 @@ def check_momentum_dtype(momentum_dtype: Any, optimizer: str) -> None:
 def _parts(
     param: torch.Tensor, array: torch.Tensor, scratch: torch.Tensor, values: MuonScalars
 ) -> Sequence[Callable[[], Any]]:
+    assert values.newton_schulz is not None
     return newton_schulz_parts(array, scratch, values.newton_schulz)
 
 

@@ -10,10 +10,9 @@ from fused_offload.kernels.formats_triton import (
     fp32_to_bf16,
     load_fp32,
     load_params,
-    load_raw,
     load_state,
+    store_fp32,
     store_params,
-    store_raw,
     store_state,
 )
 from fused_offload.kernels.launch_triton import piece_of_program, typed_pointer
@@ -53,6 +52,7 @@ def _momentum_block(
     LOOK_AHEAD_SMALL: tl.constexpr,
     SCALED_GRAD: tl.constexpr,
     CAN_SKIP: tl.constexpr,
+    ARRAY: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -79,7 +79,7 @@ def _momentum_block(
     u = m_new
     if NESTEROV:
         u = _lerp(g, m_new, zero + look_ahead_weight, zero + look_ahead_rest, LOOK_AHEAD_SMALL)
-    store_raw(array_ptr, lane, fp32_to_bf16(u), mask, MASKED)
+    store_fp32(array_ptr, lane, u, mask, ARRAY, MASKED)
 
 
 @triton.jit
@@ -97,6 +97,8 @@ def _update_block(
     MASTER: tl.constexpr,
     INIT_MASTER: tl.constexpr,
     CAN_SKIP: tl.constexpr,
+    ARRAY: tl.constexpr,
+    ADDS_DECAY: tl.constexpr,
     MASKED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -107,8 +109,11 @@ def _update_block(
     p_model, p_before = load_params(
         param_ptr, master_ptr, master_scale_ptr, start, numel, lane, mask, PARAM, MASTER, INIT_MASTER, MASKED, BLOCK
     )
-    o = bf16_to_fp32(load_raw(array_ptr, lane, mask, MASKED))
-    p = p_before * (zero + decay)
+    o = load_fp32(array_ptr, lane, mask, ARRAY, MASKED)
+    if ADDS_DECAY:
+        p = tl.fma(p_before, zero + decay, p_before)
+    else:
+        p = p_before * (zero + decay)
     if MASTER == "none":
         if PARAM == "bf16":
             p = bf16_to_fp32(fp32_to_bf16(p))
@@ -151,6 +156,7 @@ def momentum_kernel(
     SMALL: tl.constexpr,
     NESTEROV: tl.constexpr,
     LOOK_AHEAD_SMALL: tl.constexpr,
+    ARRAY: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -158,6 +164,7 @@ def momentum_kernel(
     SCALED_GRAD: tl.constexpr = grad_scale_ptr is not None
     CAN_SKIP: tl.constexpr = found_inf_ptr is not None
     GRAD_BYTES: tl.constexpr = 4 if GRAD == "fp32" else 2
+    ARRAY_BYTES: tl.constexpr = 4 if ARRAY == "fp32" else 2
 
     grad_scale = 1.0
     if SCALED_GRAD:
@@ -175,22 +182,22 @@ def momentum_kernel(
             base = table_ptr + piece_of_program(table_ptr, rows, block, COLUMNS) * COLUMNS
             inside = (block - tl.load(base)).to(tl.int64) * BLOCK
             grad_ptr = typed_pointer(tl.load(base + 2) + inside * GRAD_BYTES, GRAD, ALIGNED)
-            array_ptr = typed_pointer(tl.load(base + 6) + inside * 2, "bf16", True)
+            array_ptr = typed_pointer(tl.load(base + 6) + inside * ARRAY_BYTES, ARRAY, True)
             start = tl.multiple_of(tl.load(base + 3) + inside, 128)
             numel = tl.load(base + 4) - inside
             if numel >= BLOCK:
                 _momentum_block(
                     grad_ptr, momentum_ptr, array_ptr, start, numel,
                     weight, rest, look_ahead_weight, look_ahead_rest, grad_scale, skip,
-                    GRAD, MOMENTUM, INIT_MOMENTUM, SMALL, NESTEROV, LOOK_AHEAD_SMALL, SCALED_GRAD, CAN_SKIP, False,
-                    BLOCK,
+                    GRAD, MOMENTUM, INIT_MOMENTUM, SMALL, NESTEROV, LOOK_AHEAD_SMALL, SCALED_GRAD, CAN_SKIP, ARRAY,
+                    False, BLOCK,
                 )  # fmt: skip
             else:
                 _momentum_block(
                     grad_ptr, momentum_ptr, array_ptr, start, numel,
                     weight, rest, look_ahead_weight, look_ahead_rest, grad_scale, skip,
-                    GRAD, MOMENTUM, INIT_MOMENTUM, SMALL, NESTEROV, LOOK_AHEAD_SMALL, SCALED_GRAD, CAN_SKIP, True,
-                    BLOCK,
+                    GRAD, MOMENTUM, INIT_MOMENTUM, SMALL, NESTEROV, LOOK_AHEAD_SMALL, SCALED_GRAD, CAN_SKIP, ARRAY,
+                    True, BLOCK,
                 )  # fmt: skip
 
 
@@ -208,6 +215,8 @@ def update_kernel(
     PARAM: tl.constexpr,
     MASTER: tl.constexpr,
     INIT_MASTER: tl.constexpr,
+    ARRAY: tl.constexpr,
+    ADDS_DECAY: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -217,11 +226,15 @@ def update_kernel(
     # skipped step, too: otherwise leftovers in the slot would be copied back.
     WRITE_ON_SKIP: tl.constexpr = INIT_MASTER or (PARAM == "fp32" and MASTER != "none")
     PARAM_BYTES: tl.constexpr = 4 if PARAM == "fp32" else 2
+    ARRAY_BYTES: tl.constexpr = 4 if ARRAY == "fp32" else 2
 
     lr = 1.0
     if lr_ptr is not None:
         lr = tl.load(lr_ptr).to(tl.float32)
-        decay = 1.0 - lr * weight_decay
+        if ADDS_DECAY:
+            decay = lr * weight_decay * -1.0
+        else:
+            decay = 1.0 - lr * weight_decay
     skip = False
     write = True
     if CAN_SKIP:
@@ -233,7 +246,7 @@ def update_kernel(
             base = table_ptr + piece_of_program(table_ptr, rows, block, COLUMNS) * COLUMNS
             inside = (block - tl.load(base)).to(tl.int64) * BLOCK
             param_ptr = typed_pointer(tl.load(base + 1) + inside * PARAM_BYTES, PARAM, ALIGNED)
-            array_ptr = typed_pointer(tl.load(base + 6) + inside * 2, "bf16", True)
+            array_ptr = typed_pointer(tl.load(base + 6) + inside * ARRAY_BYTES, ARRAY, True)
             scale = tl.load(base + 7).to(tl.int32).to(tl.float32, bitcast=True)
             if lr_ptr is not None:
                 scale = scale * lr
@@ -242,10 +255,10 @@ def update_kernel(
             if numel >= BLOCK:
                 _update_block(
                     param_ptr, array_ptr, master_ptr, master_scale_ptr, start, numel, decay, scale, skip,
-                    PARAM, MASTER, INIT_MASTER, CAN_SKIP, False, BLOCK,
+                    PARAM, MASTER, INIT_MASTER, CAN_SKIP, ARRAY, ADDS_DECAY, False, BLOCK,
                 )  # fmt: skip
             else:
                 _update_block(
                     param_ptr, array_ptr, master_ptr, master_scale_ptr, start, numel, decay, scale, skip,
-                    PARAM, MASTER, INIT_MASTER, CAN_SKIP, True, BLOCK,
+                    PARAM, MASTER, INIT_MASTER, CAN_SKIP, ARRAY, ADDS_DECAY, True, BLOCK,
                 )  # fmt: skip

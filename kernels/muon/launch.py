@@ -45,6 +45,7 @@ def _momentum_arguments(
         "SMALL": average.is_small,
         "NESTEROV": scalars.look_ahead is not None,
         "LOOK_AHEAD_SMALL": look_ahead.is_small,
+        "ARRAY": _array_format(scalars),
     }
 
 
@@ -63,7 +64,14 @@ def _update_arguments(
         "decay": scalars.decay,
         "weight_decay": scalars.weight_decay,
         "INIT_MASTER": state.init_master,
+        "ARRAY": _array_format(scalars),
+        "ADDS_DECAY": scalars.numerics == "megatron",
     }
+
+
+def _array_format(scalars: MuonScalars) -> str:
+    """Format of the updates between the phases."""
+    return "fp32" if scalars.numerics == "megatron" else "bf16"
 
 
 def momentum_phase_(

@@ -56,14 +56,17 @@ class MuonScalars(NamedTuple):
     Attributes:
         lr: learning rate in float64, or a one-element tensor on the parameters' device that the
             kernel reads.
-        decay: factor of the parameters, ``1 - lr * weight_decay``, in float64 and then rounded to
-            float32; unused with a tensor.
+        decay: factor of the parameters, ``1 - lr * weight_decay``, or with Megatron's numerics
+            ``-lr * weight_decay``, whose product with them is added; in float64 and then rounded to
+            float32. Unused with a tensor.
         weight_decay: decoupled weight decay, rounded to float32.
         average: interpolation of the momentum to the gradient.
         look_ahead: interpolation of the gradient to the momentum, or None without Nesterov's.
-        newton_schulz: settings of the iteration.
+        newton_schulz: settings of the iteration, or None if another package runs it.
         adjust_lr_fn: scale of the learning rate by the shape of a matrix, see `lr_ratio`.
         step: number of the step, counted from 1; nothing depends on it.
+        numerics: ``"torch"``, or ``"megatron"`` for the arithmetic of emerging-optimizers, which
+            Megatron-Core uses: updates in float32, and decay as a multiply-add.
     """
 
     lr: float | torch.Tensor
@@ -71,9 +74,10 @@ class MuonScalars(NamedTuple):
     weight_decay: float
     average: Interpolation
     look_ahead: Interpolation | None
-    newton_schulz: NewtonSchulz
+    newton_schulz: NewtonSchulz | None
     adjust_lr_fn: str | None = None
     step: int = 1
+    numerics: str = "torch"
 
 
 def muon_scalars(
@@ -82,9 +86,10 @@ def muon_scalars(
     weight_decay: float,
     momentum: float,
     nesterov: bool,
-    newton_schulz: NewtonSchulz,
+    newton_schulz: NewtonSchulz | None,
     adjust_lr_fn: str | None,
     step: int,
+    numerics: str = "torch",
 ) -> MuonScalars:
     """Rounds hyperparameters as torch does.
 
@@ -96,16 +101,21 @@ def muon_scalars(
         newton_schulz: settings of the iteration.
         adjust_lr_fn: key of `lr_ratio`.
         step: number of this step, counted from 1.
+        numerics: ``"torch"`` or ``"megatron"``.
     """
+    decay = 1.0
+    if not isinstance(lr, torch.Tensor):
+        decay = round_fp32(1 - lr * weight_decay if numerics == "torch" else -weight_decay * lr)
     return MuonScalars(
         lr=lr if isinstance(lr, torch.Tensor) else float(lr),
-        decay=1.0 if isinstance(lr, torch.Tensor) else round_fp32(1 - lr * weight_decay),
+        decay=decay,
         weight_decay=round_fp32(weight_decay),
         average=Interpolation.by(1 - momentum),
         look_ahead=Interpolation.by(momentum) if nesterov else None,
         newton_schulz=newton_schulz,
         adjust_lr_fn=adjust_lr_fn,
         step=step,
+        numerics=numerics,
     )
 
 
@@ -133,7 +143,7 @@ def update_scale(shape: Sequence[int], scalars: MuonScalars) -> float:
 
     If the learning rate is a tensor, minus `lr_ratio`; the kernel multiplies it by the tensor.
     """
-    ratio = lr_ratio(shape, scalars.adjust_lr_fn)
+    ratio = 1.0 if scalars.numerics == "megatron" else lr_ratio(shape, scalars.adjust_lr_fn)
     return round_fp32(-ratio if isinstance(scalars.lr, torch.Tensor) else -(scalars.lr * ratio))
 
 
@@ -185,7 +195,7 @@ def momentum_phase_(
         grad: ``[numel]`` float32, bfloat16 or float16, contiguous, only read.
         state: stored momentum of ``numel`` elements, updated in place.
         scalars: hyperparameters.
-        array: ``[numel]`` bfloat16, written.
+        array: ``[numel]`` bfloat16, or float32 with Megatron's numerics, written.
         scalar: not read.
         grad_scale: divides the gradients first, or None.
         counter: not read.
@@ -234,6 +244,7 @@ def update_phase_(
     With ``fma`` a multiply-add rounded once, per element in float32::
 
         p = p * (1 - lr * weight_decay)      rounded to a 16-bit parameter that is its own master
+        p = fma(p, -lr * weight_decay, p)    instead, with Megatron's numerics
         p = fma(o, scalar, p)
 
     Args:
@@ -241,7 +252,7 @@ def update_phase_(
         grad: not read.
         state: stored masters of ``numel`` elements, updated in place.
         scalars: hyperparameters.
-        array: ``[numel]`` bfloat16, the orthogonal update.
+        array: ``[numel]``, the orthogonal update, of the dtype as in `momentum_phase_`.
         scalar: factor of the update, see `update_scale`.
         grad_scale: not read.
         counter: not read.
@@ -249,14 +260,18 @@ def update_phase_(
     decay = scalars.decay
     if isinstance(scalars.lr, torch.Tensor):
         lr = np.float32(scalars.lr.item())
-        decay = float(np.float32(1) - lr * np.float32(scalars.weight_decay))
+        decay = float(lr * np.float32(scalars.weight_decay))
+        decay = -decay if scalars.numerics == "megatron" else float(np.float32(1) - np.float32(decay))
         scalar = float(lr * np.float32(scalar))
     for start in range(0, param.numel(), BLOCK_NUMEL):
         numel = min(BLOCK_NUMEL, param.numel() - start)
         p, o = (buffer[:numel] for buffer in scratch.fp32[:2])
         part, of_block = param[start : start + numel], state.narrow(start, numel)
         load_params(part, of_block.master_param, p, is_initial=state.init_master)
-        p.mul_(decay)
+        if scalars.numerics == "megatron":
+            fma_(p, decay, p, out=p)
+        else:
+            p.mul_(decay)
         if state.master_param is None and param.dtype != torch.float32:
             p.copy_(p.to(param.dtype))
         o.copy_(array[start : start + numel])
