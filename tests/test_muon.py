@@ -323,6 +323,7 @@ class Setup(NamedTuple):
     master: str
     decay: float
     nesterov: bool
+    numerics: str = "torch"
 
 
 MASTERS: dict[str, Format | None] = {"none": None, "fp32": FP32, "fp16": FP16, "remainder": REMAINDER}
@@ -333,7 +334,9 @@ def covering_setups() -> list[Setup]:
     """Setups in which every pair of two choices occurs, greedily few."""
     setups = [
         Setup(*choice)
-        for choice in itertools.product(DTYPES, DTYPES, MOMENTA, MASTERS, (0.95, 0.3), (True, False))
+        for choice in itertools.product(
+            DTYPES, DTYPES, MOMENTA, MASTERS, (0.95, 0.3), (True, False), ("torch", "megatron")
+        )
         if choice[3] != "remainder" or choice[0] == torch.bfloat16
     ]
 
@@ -362,6 +365,7 @@ def scalars_of(setup: Setup, lr: Any = 0.02) -> Any:
         newton_schulz=DEFAULT,
         adjust_lr_fn=None,
         step=1,
+        numerics=setup.numerics,
     )
 
 
@@ -387,7 +391,8 @@ class Memory:
         total = self.starts.pop() + 128
         self.params = [bits(numel + 64, setup.param) for numel in NUMELS]
         self.grads = [bits(numel + 64, setup.grad) for numel in NUMELS]
-        self.arrays = [bits(-(-numel // 128) * 128, torch.bfloat16) for numel in NUMELS]
+        array_dtype = torch.float32 if setup.numerics == "megatron" else torch.bfloat16
+        self.arrays = [bits(-(-numel // 128) * 128, array_dtype) for numel in NUMELS]
         for index, numel in enumerate(NUMELS):
             self.part(self.params, index).copy_(torch.randn(numel, generator=random))
         self.first = MuonState(stored(MOMENTA[setup.momentum]), None, True, True)
@@ -492,6 +497,7 @@ TYPICAL = [
     Setup(torch.bfloat16, torch.float32, "bf16", "remainder", 0.3, False),
     Setup(torch.float16, torch.float16, "bf16", "none", 0.95, True),
     Setup(torch.bfloat16, torch.bfloat16, "fp32", "fp32", 0.95, True),
+    Setup(torch.float32, torch.float32, "fp32", "none", 0.95, False, "megatron"),
 ]
 typical = pytest.mark.parametrize("setup", TYPICAL, ids=lambda setup: "-".join(map(name, setup)))
 

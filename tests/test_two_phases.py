@@ -294,6 +294,14 @@ def test_large_parameters_come_first() -> None:
     ]
 
 
+@pytest.mark.parametrize("capacity", [128, 384, 2**20])
+def test_collective_operations_follow_the_parameters_whatever_the_chunks(capacity: int) -> None:
+    numels = (100, 300, 128, 500, 900, 120)
+    first, second = (chunks_of(*numels, kind=kind, capacity=capacity) for kind in "ab")
+    _, operations = in_order(first, second, largest_first=False)
+    assert [operation.segment for operation in operations] == list(range(len(numels)))
+
+
 def test_small_parameters_share_chunks_and_wait_for_each_other() -> None:
     first = chunks_of(128, 128, 128, kind="a", capacity=256)
     second = chunks_of(128, 128, 128, kind="b", capacity=384)
