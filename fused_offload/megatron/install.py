@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from fused_offload.config import OffloadConfig
 
 from .after_import import call_after_import
+from .api_probe import find_api
 from .options import moves_muon, rounds_stochastically, window_bytes
 from .patches import Installation
 from .replacements import Settings
@@ -85,6 +86,8 @@ def install(
         )
     if _installation is not None:
         _installation.settings = settings
+        if settings.muon and _installation.replaced:
+            _installation.check_muon(find_api())
         return
     _installation = Installation(settings)
     if _ENTRY in sys.modules:

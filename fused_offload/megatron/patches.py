@@ -58,6 +58,7 @@ class Installation:
         except UnknownApiError as error:
             warnings.warn(str(error), stacklevel=3)
             return
+        self.check_muon(api)
         stock = api.package.HybridDeviceOptimizer
         place = hybrid_place(stock)
         for name, method in methods_that_name(stock, "HybridDeviceOptimizer").items():
@@ -76,6 +77,18 @@ class Installation:
         self.replace(chain, "__init__", _wrapped_chain(chain.__init__, api, self))
         post_init = api.config.__post_init__
         self.replace(api.config, "__post_init__", _wrapped_post_init(post_init, api))
+
+    def check_muon(self, api: MegatronApi) -> None:
+        """Refuses Muon with a Megatron-Core whose Muon is not known.
+
+        Raises:
+            RuntimeError: names the release.
+        """
+        if self.settings.muon and not hasattr(api.package, _EMERGING_FACTORY):
+            raise RuntimeError(
+                f"muon=True needs the Muon of Megatron-Core 0.19.2, which {api.version} does not have under its name. "
+                "Leave muon=True and FUSED_OFFLOAD_MUON=1 out, or use that release."
+            )
 
 
 def _is_ours(config: Any, api: MegatronApi) -> bool:

@@ -8,12 +8,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+from fused_offload import OffloadConfig
 from fused_offload.megatron import install
+from fused_offload.megatron.api_probe import MegatronApi
+from fused_offload.megatron.patches import Installation
+from fused_offload.megatron.replacements import Settings
 
 _HERE = Path(__file__).resolve().parent
 
@@ -177,6 +182,15 @@ def test_the_switch_is_checked(monkeypatch: pytest.MonkeyPatch, nothing_installe
     monkeypatch.setattr("importlib.util.find_spec", _without_emerging_optimizers)
     with pytest.raises(ModuleNotFoundError, match="needs emerging-optimizers: pip install"):
         install()
+
+
+def test_a_release_without_muon_is_refused() -> None:
+    installation = Installation(Settings(OffloadConfig(), None, muon=True))
+    api = MegatronApi(ModuleType("package"), ModuleType("distrib"), None, "0.17.1")
+    with pytest.raises(RuntimeError, match=r"muon=True needs the Muon of Megatron-Core 0\.19\.2, which 0\.17\.1"):
+        installation.check_muon(api)
+    installation.settings = installation.settings._replace(muon=False)
+    installation.check_muon(api)
 
 
 def _without_emerging_optimizers(name: str) -> object:
