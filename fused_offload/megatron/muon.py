@@ -15,6 +15,7 @@ import torch
 from fused_offload.config import OffloadConfig
 from fused_offload.kernels.muon.reference import MuonScalars, muon_scalars
 from fused_offload.optimizer import OffloadOptimizer
+from fused_offload.params.dense import has_own_memory
 from fused_offload.rules.arguments import check_learning_rate, check_number, checked_step, readable_lr
 from fused_offload.rules.base import Phase, WholeOperation
 from fused_offload.rules.muon import MuonRule
@@ -129,6 +130,10 @@ class MegatronMuon(OffloadOptimizer):
         # The layer-wise optimizer takes parameters of other ranks away later.
         given = self._all_params()
         self.matrices, self.numel = len(given), sum(param.numel() for param in given)
+
+    def _check_given(self, params: list[torch.Tensor]) -> None:
+        # Megatron puts its masters in the place of quantised parameters later.
+        super()._check_given([param for param in params if has_own_memory(param)])
 
     def _rule(self) -> MegatronMuonRule:
         return MegatronMuonRule(nesterov=bool(self._stock.nesterov), orthogonalize=self._orthogonalize)
