@@ -41,6 +41,8 @@ from fused_offload.kernels.muon.reference import (
     muon_scalars,
     update_phase_,
 )
+from fused_offload.megatron.muon import MegatronMuonRule
+from fused_offload.optimizer import OffloadOptimizer
 
 device = helpers.device
 torchs = pytest.importorskip("torch.optim._muon")  # from torch 2.9 on
@@ -706,6 +708,42 @@ def test_an_interrupt_at_any_call_fails_the_step_until_a_load(calls: int) -> Non
     run_on_simulated_device(partial(interrupted, calls=calls), SCHEDULES[calls % len(SCHEDULES)])
 
 
+class _OfAnotherPackage(OffloadOptimizer):
+    """Muon around an orthogonalisation that ranks may share, as in Megatron."""
+
+    def __init__(self, params: Sequence[torch.Tensor], **offload: Any) -> None:
+        self.order: list[int] = []
+        config = OffloadConfig(depth=2, **offload)
+        super().__init__(params, {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}, offload=config)
+
+    def _rule(self) -> MegatronMuonRule:
+        return MegatronMuonRule(nesterov=True, orthogonalize=self._orthogonal)
+
+    def _orthogonal(self, param: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+        self.order.append([param is other for other in self._all_params()].index(True))
+        return update / update.norm()
+
+
+def shared_orthogonalisation(device: Device, **offload: Any) -> list[Snapshot]:
+    params = [torch.nn.Parameter(on(device, param)) for param in tensors(0, torch.float32)]
+    optimizer = _OfAnotherPackage(params, **offload)
+    for step in range(3):
+        set_grads(optimizer, [on(device, grad) for grad in tensors(1 + step, torch.float32)])
+        optimizer.order.clear()
+        optimizer.step()
+        assert optimizer.order == list(range(len(params)))
+    return [device.snapshot(optimizer)]
+
+
+def test_ranks_that_share_an_operation_take_parameters_in_their_order() -> None:
+    """Whatever the chunks, which may differ between machines; and the bits are the same."""
+    found = [shared_orthogonalisation(Device(None), chunk_bytes=chunk_bytes)[0] for chunk_bytes in CHUNKS.values()]
+    for other in found[1:]:
+        assert_same_snapshot(other, found[0])
+    for number, chunk_bytes in enumerate(CHUNKS.values()):
+        run_on_simulated_device(partial(shared_orthogonalisation, chunk_bytes=chunk_bytes), SCHEDULES[number])
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
@@ -960,6 +998,35 @@ def test_only_matrices_are_taken(shape: tuple[int, ...]) -> None:
 def test_options_of_other_optimizers_in_a_group_are_refused(option: str) -> None:
     with pytest.raises(TypeError, match=f"FusedOffloadMuon got an unexpected keyword argument '{option}': "):
         FusedOffloadMuon([{"params": [torch.nn.Parameter(torch.ones(3, 3))], option: True}])
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of this process alone."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_shards_are_refused_and_replicas_are_matrices(mesh: Any) -> None:
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    values, grad = randn((30, 20), 0), randn((30, 20), 1)
+    shard = torch.nn.Parameter(distribute_tensor(values, mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match=r"whole matrices, but .*DTensor.*Shard\(dim=0\).*FusedOffloadAdam"):
+        FusedOffloadMuon([shard])
+    replica, plain = torch.nn.Parameter(distribute_tensor(values, mesh, [Replicate()])), param_of(values)
+    replica.grad, plain.grad = distribute_tensor(grad, mesh, [Replicate()]), grad.clone()
+    optimizers = [FusedOffloadMuon([param], offload=OffloadConfig(chunk_bytes=600)) for param in (replica, plain)]
+    with pytest.raises(ValueError, match="whole matrices"):
+        optimizers[0].add_param_group({"params": [shard]})
+    for optimizer in optimizers:
+        optimizer.step()
+    assert_same_bits(replica.to_local(), plain, "parameter")  # type: ignore[attr-defined]
+    momentum = optimizers[0].state[replica]["momentum_buffer"]
+    assert_same_bits(momentum.to_local(), optimizers[1].state[plain]["momentum_buffer"], "momentum")  # type: ignore[attr-defined]
 
 
 def test_stepping_in_backward_is_refused() -> None:

@@ -37,6 +37,8 @@ def _minus_lr(param: torch.Tensor, values: MuonScalars) -> float:
 class MegatronMuonRule(MuonRule):
     """Muon with the arithmetic of emerging-optimizers, and its orthogonalisation.
 
+    That allocates its own temporary tensors, as it does under the stock optimizer.
+
     Attributes:
         nesterov: interpolate between gradient and momentum.
         orthogonalize: ``(param, update)``, returns the scaled orthogonal update, float32.
