@@ -202,14 +202,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 raise TypeError(
                     f"Parameter {position} of {where} is a {type(local_of(param)).__name__}, {reason}{advice}"
                 )
-        if any(placement.placement_of(param).on_host for param in params):
+        on_host = [placement.placement_of(param).on_host for param in params]
+        if any(on_host):
             check_params_on_host(self.offload, rule.phases, type(self).__name__)
             self._store.check_room([*self._params_with_state(), *(param for param in params if not is_frozen(param))])
-        elif not self._warned_cpu_shards and any(is_offloaded_by_fsdp(p) and local_of(p).numel() for p in params):
+        others = [param for param, hosted in zip(params, on_host, strict=True) if not hosted]
+        if not self._warned_cpu_shards and any(is_offloaded_by_fsdp(p) and local_of(p).numel() for p in others):
             self._warned_cpu_shards = True
             warnings.warn(
                 "FSDP keeps these parameters in host memory that is not page-locked, so the optimizer steps them on "
-                "the CPU, many times slower than on the GPU. Shard with CPUOffloadPolicy(pin_memory=True).",
+                "the CPU, many times slower than on the GPU. Shard with CPUOffloadPolicy(pin_memory=True); behind "
+                "load_state_dict(assign=True) call model.cpu(), which makes FSDP page-lock what was assigned.",
                 stacklevel=4,
             )
 

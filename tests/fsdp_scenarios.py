@@ -492,8 +492,11 @@ def cpu_offload_policy() -> None:
             param._spec = copy.copy(param._spec)  # others share it
             param._spec.mesh = mesh
         optimizer = FusedOffloadAdam([{"params": params[:3]}, {"params": params[3:]}])
-    (warning,) = caught
-    assert "CPUOffloadPolicy(pin_memory=True)" in str(warning.message)
+        placed = device_placement.placement_of
+        with pytest.MonkeyPatch.context() as patch:  # the others of a group may be page-locked
+            patch.setattr(device_placement, "placement_of", lambda p: placed(p)._replace(on_host=p is params[0]))
+            FusedOffloadAdam(params).close()
+    assert ["CPUOffloadPolicy(pin_memory=True)" in str(warning.message) for warning in caught] == [True, True]
     for param in params:
         optimizer.initialize_state(param)
         assert optimizer.state[param]["exp_avg"].device.type == "cpu"
@@ -1129,6 +1132,47 @@ def parameters_on_the_host_of_a_device() -> None:
         load_sharded(other, resumed, folder / "ours")
         clipped(other, resumed, range(2, 4), [])
         same_training(other, resumed, expected, reference)
+
+
+@scenario
+def loops_with_parameters_on_the_host_of_a_device() -> None:
+    """HSDP, several microbatches, zeroed and missing gradients: the bits of parameters stepped where they are."""
+    settings = {**FORMATS["remainders"], **dict.fromkeys(EIGHT_BIT, torch.uint8)}
+    settings["offload"] = OffloadConfig(chunk_bytes=30_000)
+    ranks = dist.get_world_size()
+    for shape, set_to_none in (((ranks, 1), True), ((1, ranks), False)):
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+        def run(optimizer_of: Callable[[Any], Any], mesh: Any = mesh, set_to_none: bool = set_to_none) -> list[Any]:
+            model = gpt(dtype=torch.bfloat16, mesh=mesh)
+            optimizer = optimizer_of(model)
+            for step in range(3):
+                for microbatch in range(2):
+                    loss_of(model, 2 * step + microbatch).backward()
+                if step == 1:
+                    model.gain.grad = None
+                optimizer.clip_grad_norm_(0.5)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none)
+            return [model, optimizer]
+
+        expected = run(lambda model: adam(model, **settings))
+        with stepped_by_a_device():
+            model, optimizer = run(lambda model: adam(model, **settings))
+            same_training(model, optimizer, *expected)
+            changes: tuple[Callable[[], Any], ...] = (
+                lambda model=model: model.zero_grad(set_to_none=False),
+                lambda model=model: model.embed.weight.grad.add_(1.0),
+                lambda model=model: local(model.embed.weight.grad).add_(1.0),
+                lambda model=model: loss_of(model, 9).backward(),
+            )
+            for change in changes:
+                loss_of(model, 9).backward()
+                optimizer.clip_grad_norm_(0.5)
+                change()
+                refused(RuntimeError, "Zero gradients with optimizer.zero_grad", optimizer.step)
+                optimizer.zero_grad()
+            optimizer.close()
 
 
 def load_sharded(model: torch.nn.Module, optimizer: FusedOffloadAdam, folder: Path) -> None:

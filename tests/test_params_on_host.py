@@ -31,7 +31,7 @@ pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the simulated device is for machines without a GPU")
 
 CPU = torch.device("cpu")
-SIZES = [1, 127, 128, 129, 1300]
+SIZES = [1300, 1, 129, 128, 127]
 STEPS = 3
 FORMATS = [
     FormatsCase(),
@@ -141,7 +141,7 @@ def test_a_ring_of_any_size(on_host: list[torch.Tensor]) -> None:
     optimizer.release_gpu_memory()
     optimizer.reserve_gpu_memory()
     assert ring.slots[0].memory.numel() == 2048
-    params[0].decoupled_grad = torch.ones(1)  # float32: the chunks are smaller, their slots are not
+    params[0].decoupled_grad = torch.ones(SIZES[0])  # float32: the chunks are smaller, their slots are not
     optimizer.step()
     assert ring.slots[0].memory.numel() <= 2560
 
@@ -290,6 +290,51 @@ def test_a_rule_of_two_phases_is_refused(on_host: list[torch.Tensor]) -> None:
     on_host.append(param)
     with pytest.raises(RuntimeError, match=r"FusedOffloadMuon works on whole parameters .* leave CPUOffloadPolicy out"):
         FusedOffloadMuon([param])
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (OffloadConfig(window_bytes=2**20), "leave OffloadConfig\\(window_bytes"),
+        (OffloadConfig(transport="zero_copy"), 'transport="copy"'),
+        (OffloadConfig(), "is page-locked now.*call model\\.cpu\\(\\)"),
+    ],
+    ids=["window", "zero copy", "with state"],
+)
+def test_parameters_that_are_page_locked_after_construction(
+    on_host: list[torch.Tensor], config: OffloadConfig, words: str
+) -> None:
+    """FSDP page-locks in the first forward pass what load_state_dict(assign=True) has assigned."""
+    param = torch.nn.Parameter(torch.ones(300))
+    optimizer = FusedOffloadAdam([param], offload=config)
+    if config == OffloadConfig():
+        optimizer.initialize_state(param)
+    on_host.append(param)
+    param.data = param.data.clone()
+    param.grad = torch.ones(300)
+    if config.window_bytes:
+        optimizer.prefetch()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=words):
+            optimizer.step()
+    assert torch.equal(param, torch.ones(300))
+    assert "step" not in optimizer.param_groups[0]
+
+    optimizer = FusedOffloadAdam([param])
+    optimizer.step()
+    on_host.clear()
+    param.data = param.data.clone()
+    with pytest.raises(RuntimeError, match="is not page-locked any more"):
+        optimizer.step()
+
+
+def test_parameters_that_are_page_locked_before_the_first_step(on_host: list[torch.Tensor]) -> None:
+    param = torch.nn.Parameter(torch.ones(300))
+    optimizer = FusedOffloadAdam([param])
+    on_host.append(param)
+    param.grad = torch.ones(300)
+    optimizer.step()
+    assert optimizer.state[param].storage.extent.layout.params_on_host
 
 
 def test_their_state_is_offloaded_whatever_the_fraction(on_host: list[torch.Tensor]) -> None:

@@ -115,13 +115,18 @@ def _nothing() -> None:
     """A reference to nothing."""
 
 
+def _versions(grad: torch.Tensor) -> tuple[int, ...]:
+    """Version counters that change with a gradient: an operation on a ``DTensor`` counts on it, not on its part."""
+    return grad._version, local_of(grad)._version
+
+
 class GradFactors:
     """Factors that steps multiply gradients in host memory by, and the gradients that they are for."""
 
     def __init__(self) -> None:
         """No factor."""
         self._factors: tuple[torch.Tensor, ...] = ()
-        self._grads: dict[int, tuple[Callable[[], torch.Tensor | None], int]] = {}
+        self._grads: dict[int, tuple[Callable[[], torch.Tensor | None], tuple[int, ...]]] = {}
 
     def __bool__(self) -> bool:
         """True if any factor is noted."""
@@ -135,7 +140,7 @@ class GradFactors:
             factor: one-element tensor on the device.
         """
         self._factors = (*self.of(grads), factor)
-        self._grads = {id(grad): (weakref.ref(grad), local_of(grad)._version) for grad in grads}
+        self._grads = {id(grad): (weakref.ref(grad), _versions(grad)) for grad in grads}
 
     def of(self, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Factors of these gradients; none if all are others than those that were noted.
@@ -143,15 +148,16 @@ class GradFactors:
         Raises:
             RuntimeError: if some are others, or were changed since.
         """
-        noted = [self._grads.get(id(grad), (_nothing, 0)) for grad in grads]
+        noted = [self._grads.get(id(grad), (_nothing, ())) for grad in grads]
         same = [known() is grad for (known, _), grad in zip(noted, grads, strict=True)]
         if not any(same):
             return ()
-        versions = [local_of(grad)._version for grad in grads]
-        if not all(same) or versions != [version for _, version in noted]:
+        if not all(same) or list(map(_versions, grads)) != [versions for _, versions in noted]:
             raise RuntimeError(
-                "Some gradients in host memory were changed or replaced after clip_grad_norm_(), which step() has to "
-                "multiply them by. Call clip_grad_norm_() last, right before step(); zero_grad() forgets it."
+                "Some gradients in host memory were changed or replaced after clip_grad_norm_(), whose factor step() "
+                "multiplies them by. Call clip_grad_norm_() last, right before step(), and with a gradient scaler "
+                "after scaler.unscale_(optimizer). Zero gradients with optimizer.zero_grad(), which forgets the "
+                "factor; model.zero_grad(set_to_none=False) does not."
             )
         return self._factors
 

@@ -15,6 +15,7 @@ from fused_offload.params.placement import Placement
 from fused_offload.params.quantised import is_quantised
 from fused_offload.params.tracker import ParamTracker, Updates
 from fused_offload.plan.planner import Planner, StepPlan
+from fused_offload.plan.transfer_settings import check_params_on_host
 from fused_offload.plan.window_blocks import blocks_of
 from fused_offload.rules.base import MASTER_PARAM, UpdateRule, why_not_quantised
 from fused_offload.state.param_state import ParamState, StateHooks
@@ -305,8 +306,11 @@ class Stepper:
 
     def _misfit(self, param: torch.Tensor, group: int, rule: UpdateRule) -> str | None:
         """Reason why a parameter cannot be stepped, or None."""
+        on_host = placement.placement_of(param).on_host
         try:
             rule.check_param(param)
+            if on_host:  # may have become so after construction
+                check_params_on_host(self._config, rule.phases, "This optimizer")
         except (RuntimeError, ValueError) as error:
             return str(error)
         reason = why_not_quantised(param, self._store.formats_of(param), rule) if is_quantised(param) else None
@@ -329,6 +333,14 @@ class Stepper:
             return (
                 f"A parameter of group {group} moved from {layout.param_device} to {param.device} after it got its "
                 "state. Move it back, or save a state dict, build a new optimizer and load it."
+            )
+        if on_host != layout.params_on_host:
+            now, then = ("page-locked now", "not") if on_host else ("not page-locked any more", "page-locked")
+            return (
+                f"A parameter of group {group} is {now}, but was {then} when its state was made, so it would be "
+                "stepped on another device or many times slower. FSDP page-locks what load_state_dict(assign=True) "
+                "assigned in the first forward pass: call model.cpu() before, to have it done at once. Then build a "
+                "new optimizer and load its state."
             )
         if param.dtype != layout.param_dtype or param.shape != entry.storage.shape:
             return (
