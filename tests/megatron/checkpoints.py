@@ -5,16 +5,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
-import pickle
 from collections.abc import Iterator
 from importlib.metadata import version
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint
-import torch.multiprocessing  # makes tensors travel in shared memory
 from job import Job, replaced
 from registry import NotInReleaseError
 
@@ -33,13 +30,15 @@ def save(job: Job, directory: Path, kind: str) -> None:
         from megatron.core import dist_checkpointing
 
         job.weights()  # waits for parameters that are still being gathered
-        dist_checkpointing.save(_sharded_state_dict(job, kind, is_loading=False), str(directory))
+        dist_checkpointing.save(sharded_state_dict(job, kind, is_loading=False), str(directory))
     torch.distributed.barrier()
 
 
-def start_saving(job: Job, directory: Path, kind: str) -> Any:
-    """As ``--async-save`` does: what is returned writes the checkpoint whenever ``execute_sync`` of
-    it is called.
+def start_saving(job: Job, directory: Path, kind: str, library: str = "mcore") -> Any:
+    """As ``--async-save`` does.
+
+    Returns:
+        the request to write the checkpoint, of the library of this name (``--async-strategy``).
     """
     from megatron.core import dist_checkpointing
 
@@ -47,15 +46,12 @@ def start_saving(job: Job, directory: Path, kind: str) -> Any:
         directory.mkdir(parents=True)
     torch.distributed.barrier()
     job.weights()
-    state = _sharded_state_dict(job, kind, is_loading=False)
-    return dist_checkpointing.save(state, str(directory), async_sharded_save=True, async_strategy="mcore")
-
-
-def as_received(request: Any) -> Any:
-    """A save request as a persistent process receives it: with CPU tensors in shared memory."""
-    preload = pickle.loads(ForkingPickler.dumps(request.preload_fn))
-    tensors = preload()
-    return request._replace(preload_fn=lambda: tensors)
+    state = sharded_state_dict(job, kind, is_loading=False)
+    # As random states do in Megatron's own checkpoints, it leaves no rank without anything to
+    # write: persistent processes of 0.19 wait for such ranks forever.
+    ranks, rank = (job.world_size,), (job.rank,)
+    state["of each rank"] = dist_checkpointing.ShardedObject("of each rank", job.rank, ranks, rank)
+    return dist_checkpointing.save(state, str(directory), async_sharded_save=True, async_strategy=library)
 
 
 @contextlib.contextmanager
@@ -90,23 +86,26 @@ def need_reading() -> None:
 def load(job: Job, directory: Path, kind: str) -> None:
     """Takes over model, optimizer and schedule."""
     if kind in ("legacy", "torch"):
-        common = torch.load(directory / "common.pt", weights_only=False)
-        job.model.module.load_state_dict(common["model"])
-        job.optimizer.load_state_dict(common["optimizer"])
+        load_state_dict(job, torch.load(directory / "common.pt", weights_only=False))
         if kind == "legacy":
             job.optimizer.load_parameter_state(str(directory / "distrib_optim.pt"))
     else:
         from megatron.core import dist_checkpointing
 
         need_reading()
-        common = dist_checkpointing.load(_sharded_state_dict(job, kind, is_loading=True), str(directory))
-        job.model.module.load_state_dict(common["model"])
-        job.optimizer.load_state_dict(common["optimizer"])
-    job.scheduler.load_state_dict(common["scheduler"])
-    job.iteration = common["iteration"]
+        load_state_dict(job, dist_checkpointing.load(sharded_state_dict(job, kind, is_loading=True), str(directory)))
 
 
-def _sharded_state_dict(job: Job, kind: str, *, is_loading: bool) -> dict[str, Any]:
+def load_state_dict(job: Job, state_dict: dict[str, Any]) -> None:
+    """Takes over what was read of a checkpoint."""
+    job.model.module.load_state_dict(state_dict["model"])
+    job.optimizer.load_state_dict(state_dict["optimizer"])
+    job.scheduler.load_state_dict(state_dict["scheduler"])
+    job.iteration = state_dict["iteration"]
+
+
+def sharded_state_dict(job: Job, kind: str, *, is_loading: bool) -> dict[str, Any]:
+    """All that a distributed checkpoint of this format has."""
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable" if kind == GATHERED else kind,
         "chained_optim_avoid_prefix": True,

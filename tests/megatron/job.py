@@ -36,6 +36,8 @@ class Layout(NamedTuple):
     trainable: tuple[str, ...] = ()
     """Parts of the names of parameters that are trained; all are where it is empty."""
     grads_in_bf16: bool = False
+    adapter_rank: int = 0
+    """Of low-rank adapters, which alone are trained then; 0 for a model without."""
 
 
 class JobSpec(NamedTuple):
@@ -186,6 +188,7 @@ PLAIN_LAYERS: dict[str, Any] = {
 
 
 def build_model(spec: JobSpec) -> Any:
+    from adapters import add_adapters
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -207,8 +210,11 @@ def build_model(spec: JobSpec) -> Any:
     )
     layers = get_gpt_layer_local_spec(num_experts=layout.experts or None, moe_grouped_gemm=False)
     model = GPTModel(config, layers, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE).to(spec.dtype)
+    if layout.adapter_rank:
+        add_adapters(model, layout.adapter_rank)
     for name, param in model.named_parameters():
-        param.requires_grad_(not layout.trainable or any(part in name for part in layout.trainable))
+        trainable = (".adapter.",) if layout.adapter_rank else layout.trainable
+        param.requires_grad_(not trainable or any(part in name for part in trainable))
         if ".experts." in name:
             # As with expert parallelism, it gets buffers and an optimizer of its own.
             param.allreduce = False

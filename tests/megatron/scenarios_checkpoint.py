@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from checkpoints import FORMATS, GATHERED, as_received, handed_to_writer, load, save, start_saving
+from checkpoints import FORMATS, GATHERED, handed_to_writer, load, save, start_saving
 from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, te_branches
 from reference_optimizer import StoredFormats
 from registry import BOTH_WORLDS, Context, Phase, scenario
@@ -57,6 +57,9 @@ RESUMES = [
     *(Resume(kind, "dense and experts", "remainders") for kind in FORMATS),
     *(Resume(kind, "empty group", "fp32") for kind in FORMATS),
     *(Resume(kind, "empty rank", "remainders") for kind in ("fully_reshardable", "legacy")),
+    *(Resume(kind, "adapters", stored_formats) for kind in FORMATS for stored_formats in ("fp32", "remainders")),
+    *(Resume(kind, "adapters", "fp32", megatrons_masters=True) for kind in FORMATS),
+    *(Resume(kind, "adapters beside experts", "remainders") for kind in ("dp_reshardable", "fully_reshardable")),
     *(
         Resume(kind, "several buckets", stored_formats, 0)
         for kind in FORMATS
@@ -109,46 +112,28 @@ for _case in RESUMES:
     scenario(_case.name, lambda context, case=_case: _resume(context, case), _case.phases)
 
 
-# -- training while a checkpoint is written --------------------------------------------------------
-
-WRITTEN_LATER = [
-    *(
-        (kind, stored_formats, False)
-        for kind in ("dp_reshardable", "fully_reshardable")
-        for stored_formats in STORED_FORMATS
-    ),
-    *(("dp_reshardable", stored_formats, True) for stored_formats in STORED_FORMATS),
-]
-"""Format, stored formats, and whether the tensors go to a persistent process first."""
+# -- what is frozen -------------------------------------------------------------------------------
 
 
-def written_later_name(kind: str, stored_formats: str, *, elsewhere: bool) -> str:
-    return f"written {'elsewhere' if elsewhere else 'later'}, {kind}, {stored_formats}"
-
-
-def _written_later(context: Context, kind: str, stored_formats: str, *, elsewhere: bool) -> dict[str, Any]:
-    spec = JobSpec(stored_formats=STORED_FORMATS[stored_formats], layout=_PADDED, fraction=0.5)
-    job, other = Job(spec), Job(spec._replace(seed=2))
+def _adapters_alone(context: Context) -> dict[str, Any]:
+    """Bytes and numbers of elements of the state, and of what is trained on all ranks."""
+    job = Job(JobSpec(layout=LAYOUTS["adapters"]))
+    frozen = {name: weight for name, weight in job.weights().items() if ".adapter." not in name}
     job.train(2)
-    directory = place(context, written_later_name(kind, stored_formats, elsewhere=elsewhere))
-    request = start_saving(job, directory, kind)
-    if elsewhere:
-        request = as_received(request)
-    saved = job.snapshot()
-    job.train(2)
-    request.execute_sync()
-    load(other, directory, kind)
-    return {"saved": saved, "meanwhile": job.snapshot(), "loaded": other.snapshot()}
+    after = job.weights()
+    reports = [inner.memory_report() for inner in job.inners]
+    return {
+        "numel": sum(shard.stop - shard.start for shard in job.shards()),
+        "names": {shard.name for shard in job.shards()},
+        "state numel": sum(report.param_numel for report in reports),
+        "host bytes": sum(sum(report.host_bytes.values()) for report in reports),
+        "frozen": frozen,
+        "frozen after": {name: after[name] for name in frozen},
+    }
 
 
-for _kind, _formats, _elsewhere in WRITTEN_LATER:
-    scenario(
-        written_later_name(_kind, _formats, elsewhere=_elsewhere),
-        lambda context, kind=_kind, stored_formats=_formats, elsewhere=_elsewhere: _written_later(
-            context, kind, stored_formats, elsewhere=elsewhere
-        ),
-        phases=(Phase.TWO_RANKS,),
-    )
+ADAPTERS_ALONE = "memory of adapters"
+scenario(ADAPTERS_ALONE, _adapters_alone)
 
 
 # -- what a writer copies --------------------------------------------------------------------------

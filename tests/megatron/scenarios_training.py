@@ -32,6 +32,9 @@ LAYOUTS = {
     # none at all.
     "empty group": Layout(trainable=("linear_fc2.weight", "final_layernorm.bias")),
     "empty rank": Layout(trainable=("final_layernorm.bias",)),
+    # The second one leaves the optimizer of the experts no parameter.
+    "adapters": Layout(True, True, SEVERAL_BUCKETS, adapter_rank=3),
+    "adapters beside experts": Layout(True, True, SEVERAL_BUCKETS, experts=4, adapter_rank=3),
     "bf16 gradients": Layout(bucket_size=SEVERAL_BUCKETS, grads_in_bf16=True),
 }
 
@@ -92,6 +95,8 @@ CASES = [
     Case("empty group", "fp32"),
     Case("empty group", "remainders", 0.3),
     Case("empty rank", "remainders"),
+    *(Case("adapters", stored_formats, 0.5, SMALL_CHUNK) for stored_formats in STORED_FORMATS),
+    Case("adapters beside experts", "remainders"),
     Case("bf16 gradients", "fp32"),
 ]
 

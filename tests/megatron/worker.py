@@ -25,6 +25,7 @@ MODULES = (
     "scenarios_install",
     "scenarios_training",
     "scenarios_checkpoint",
+    "scenarios_async",
     "scenarios_foreign",
     "scenarios_lifecycle",
     "scenarios_reload",
@@ -145,3 +146,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # in a process that Megatron starts to write checkpoints
+    stand_in.install()
