@@ -33,8 +33,9 @@ except ModuleNotFoundError as error:
 class FusedOffloadOptimizerConfig(OptimizerConfig):
     """Megatron-Bridge's OptimizerConfig with the state of Adam in host memory.
 
-    Bridge gets the optimizer from the configuration's method ``provide``. All fields can be
-    overridden like those of any other configuration.
+    `finalize` installs the optimizer. Bridge then builds it with Megatron's factory, or gets it
+    from ``provide`` if its release calls that. All fields can be overridden like those of any other
+    configuration.
 
     Attributes:
         optimizer_cpu_offload: Megatron's flag, on.
