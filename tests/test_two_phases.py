@@ -294,6 +294,19 @@ def test_large_parameters_come_first() -> None:
     ]
 
 
+def test_kinds_take_turns_among_parameters_of_one_size() -> None:
+    """So that operations of streamed parameters alternate with those of resident ones."""
+    streamed, resident = (chunks_of(*[256] * count, kind=kind, capacity=128) for kind, count in (("s", 4), ("r", 2)))
+    resident = tuple(
+        chunk._replace(pieces=tuple(piece._replace(segment=piece.segment + 4) for piece in chunk.pieces))
+        for chunk in resident
+    )
+    both = (*streamed, *resident)
+    chunks, operations = in_order(both, both)
+    assert [operation.segment for operation in operations] == [0, 4, 1, 2, 5, 3]
+    assert sorted(map(id, chunks)) == sorted(map(id, both + both))
+
+
 @pytest.mark.parametrize("capacity", [128, 384, 2**20])
 def test_collective_operations_follow_the_parameters_whatever_the_chunks(capacity: int) -> None:
     numels = (100, 300, 128, 500, 900, 120)

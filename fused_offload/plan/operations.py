@@ -91,12 +91,29 @@ def in_order(
 
 
 def _largest_first(chunks: Sequence[Chunk]) -> list[Chunk]:
-    """Chunks by the size of their largest segment; chunks of one segment stay in order."""
+    """Chunks by the size of their largest segment; those of one segment stay together, in order.
+
+    Kinds take turns among segments of one size. So operations whose chunks stream alternate with
+    those of resident ones, and the link is busy during both.
+    """
     numels: dict[int, int] = {}
+    runs: list[list[Chunk]] = []  # of chunks that a segment spans
     for chunk in chunks:
+        if not runs or runs[-1][-1].pieces[-1].segment != chunk.pieces[0].segment:
+            runs.append([])
+        runs[-1].append(chunk)
         for piece in chunk.pieces:
             numels[piece.segment] = numels.get(piece.segment, 0) + piece.numel
-    return sorted(chunks, key=lambda chunk: -max(numels[piece.segment] for piece in chunk.pieces))
+    alike: dict[tuple[int, int], list[int]] = {}  # runs by size and kind
+    for number, run in enumerate(runs):
+        size = max(numels[piece.segment] for chunk in run for piece in chunk.pieces)
+        alike.setdefault((size, id(run[0].kind)), []).append(number)
+    keys = {
+        number: (-size, (rank + 0.5) / len(numbers))
+        for (size, _), numbers in alike.items()
+        for rank, number in enumerate(numbers)
+    }
+    return [chunk for number in sorted(keys, key=lambda number: (keys[number], number)) for chunk in runs[number]]
 
 
 def behind(
