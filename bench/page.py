@@ -267,6 +267,8 @@ def _together_lines(together: Record) -> Iterator[str]:
                 for name, all_ms in record["all_ranks_ms"].items()
             ),
         )
+        if record.get("planned_ms") is not None:
+            yield from ("", f"Planned: {number(record['planned_ms'], 4)} ms until all are done.")
         if record["turns_win"] is not None:
             shares = ", ".join(f"{one['step_share_of_plain']:.3f}" for one in record["ranks"])
             verdict = "Turns are faster" if record["turns_win"] else "No way of taking turns is faster"
@@ -321,6 +323,9 @@ def _tuning_lines(record: Record) -> Iterator[str]:
             for rate in record["link"]
         ),
     )
+    if shared := record["profile"].get("shared_link"):
+        speeds = ", ".join(f"{link['gpus']} GPUs {number(link['gbps'])}" for link in shared)
+        yield from ("", f"Duplex copies on several GPUs at once, each way and GPU: {speeds}.")
     for steps, choice in zip(record["steps"], record["profile"]["choices"], strict=True):
         numel, size = steps["param_numel"], number(steps["state_bytes"] / 1e9)
         yield from ("", f"### A step of {numel:,} parameters, {size} GB each way, ms", "")

@@ -17,6 +17,9 @@ round all ranks start together, after a barrier, with
 Turns change once in each round, between all bytes of one and all of the other. A step would have to
 change far more often, and each time wait for the other GPU, so this is the best that turns could
 be.
+
+After `fused-offload tune` with all GPUs visible, the results say beside this what
+`fused-offload plan --ranks-per-node` predicts.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ from machine import machine_facts
 from scale import DUPLEX_MIB
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.profiles import profile_files as profiles
 
 FORMATS = {format.name: format for format in (FORMAT_6B, FORMAT_12B)}
 TURNS = ("turns-opposite", "turns-same", "one-at-a-time")
@@ -171,8 +175,17 @@ def measure(format: StoredFormat, options: argparse.Namespace, device: torch.dev
         "ranks": [summary(one, state_bytes) for one in everyone],
         "all_ranks_ms": all_ranks_ms(everyone),
         "alone_ms": {name: median(times) for name, times in alone_of_first.items()},
+        "planned_ms": planned_ms(state_bytes, options.numel, device),
         **verdicts(everyone),
     }
+
+
+def planned_ms(state_bytes: int, numel: int, device: torch.device) -> float | None:
+    """Prediction of the step on all ranks at once; None if tune measured too few GPUs at once."""
+    profile, ranks = profiles.of(device), dist.get_world_size()
+    if profile is None or profile.link_of(ranks).gpus < ranks:
+        return None
+    return profile.step_ms(state_bytes, numel, ranks)
 
 
 def summary(samples: dict[str, list[float]], state_bytes: int) -> Record:
@@ -231,6 +244,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for rank, one in enumerate(record["ranks"]):
             times = ", ".join(f"{kind} {ms:.1f} ms" for kind, ms in one["median_ms"].items())
             say(f"{name}, rank {rank}: {times}; step at {one['step_share_of_plain'] or 0:.3f} of plain copies")
+        if record["planned_ms"] is not None:
+            measured_ms = record["all_ranks_ms"]["whole-step"]
+            say(f"{name}: planned {record['planned_ms']:.1f} ms, {record['planned_ms'] / measured_ms:.3f} of measured")
         say(f"{name}: step fast enough {record['step_reaches_share']}, turns win {record['turns_win']}")
         if options.results is not None and dist.get_rank() == 0:
             options.results.parent.mkdir(parents=True, exist_ok=True)

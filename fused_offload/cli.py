@@ -256,7 +256,8 @@ def _add_ranks(plan: argparse.ArgumentParser) -> None:
         type=units.positive_int,
         default=1,
         metavar="N",
-        help="with state in one host's memory; default: 1",
+        help="with state in one host's memory, each with a GPU of its own; the time is that of so many GPUs at once "
+        "if tune measured it; default: 1",
     )
 
 
@@ -328,7 +329,8 @@ def _add_tune(commands: Any) -> None:
         "tune",
         help="measure this machine, and keep what is fastest",
         description="Measures the link, and optimizer steps over chunk sizes, depths and transports. Keeps the fastest "
-        "as\nthis user's profile, which OffloadConfig's \"auto\" takes from then on. Needs a CUDA GPU.",
+        "as\nthis user's profile, which OffloadConfig's \"auto\" takes from then on. Needs a CUDA GPU. Copies of all "
+        "visible\nGPUs at once are measured, too, for plan --ranks-per-node.",
         epilog=_TUNE_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

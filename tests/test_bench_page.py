@@ -160,7 +160,12 @@ def test_results_of_tune_have_a_section(tmp_path: Path) -> None:
     path.write_text(
         json.dumps(
             {
-                "profile": {"key": key, "measured": "2026-11-28", "choices": [{"why": "it is the fastest"}]},
+                "profile": {
+                    "key": key,
+                    "measured": "2026-11-28",
+                    "choices": [{"why": "it is the fastest"}],
+                    "shared_link": [{"gpus": 2, "gbps": 35.0}, {"gpus": 4, "gbps": 20.0}],
+                },
                 "link": [{"copy_mib": 4, "h2d_gbps": 54.0, "d2h_gbps": 53.0, "duplex_gbps": 47.0}],
                 "steps": [
                     {
@@ -178,6 +183,7 @@ def test_results_of_tune_have_a_section(tmp_path: Path) -> None:
     text = "\n".join(page.Results(path).lines())
     for words in (
         "| 4 | 54.0 | 53.0 | 47.0 |",
+        "each way and GPU: 2 GPUs 35.0, 4 GPUs 20.0.",
         "| 8 | 71.23 |",
         "| 64 | 80.00 |",
         "Chosen: it is the fastest.",

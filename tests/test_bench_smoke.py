@@ -16,6 +16,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from test_tune import PROFILE
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -423,7 +424,22 @@ def test_the_step_on_several_gpus_at_once_runs_tiny(tmp_path: Path, monkeypatch:
     assert record["all_ranks_ms"]["whole-step"] == pytest.approx(sum(last_ms) / 2)
     assert (record["turns_win"] is None) == (device == "cpu")
     monkeypatch.syspath_prepend(ROOT / "bench")
-    assert "| whole-step | " in "\n".join(importlib.import_module("page").Results(path).lines())
+    page = importlib.import_module("page")
+    assert "| whole-step | " in "\n".join(page.Results(path).lines())
+    results = json.loads(path.read_text())
+    results["together"]["forms"]["6B"]["planned_ms"] = 174.0
+    path.write_text(json.dumps(results))
+    assert "Planned: 174.0 ms until all are done." in "\n".join(page.Results(path).lines())
+
+
+def test_the_step_on_several_gpus_is_planned_if_so_many_were_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    program = importlib.import_module("two_gpus")
+    device = torch.device("cuda", 0)
+    for found, ranks, ms in ((None, 2, None), (PROFILE, 2, 72 + 3000 / 36 - 3000 / 47), (PROFILE, 8, None)):
+        monkeypatch.setattr(program.profiles, "of", lambda device, found=found: found)
+        monkeypatch.setattr(program.dist, "get_world_size", lambda ranks=ranks: ranks)
+        assert program.planned_ms(3 * 10**9, 250_000_000, device) == (ms if ms is None else pytest.approx(ms))
 
 
 @pytest.mark.parametrize(("turns_ms", "win"), [(90.0, True), (110.0, False)])

@@ -263,7 +263,8 @@ def test_any_profile(examples: int, tmp_path: Path) -> None:
         for state_bytes in (1, 10**6, 10**12):
             streaming = settle(OffloadConfig(), found.profile.choice_for(state_bytes), state_bytes)
             assert streaming.depth * streaming.chunk_bytes <= 2**28
-            assert 0 <= found.profile.step_ms(state_bytes, max(1, state_bytes // 12)) < float("inf")
+            for gpus in (1, 3, 10**6):
+                assert 0 <= found.profile.step_ms(state_bytes, max(1, state_bytes // 12), gpus) < float("inf")
 
     run(test, examples)
 

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from test_tune import PROFILE
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.profiles import profile_files as profiles
+from fused_offload.profiles.profile_files import Found
 from fused_offload.step.devices import Devices
 from fused_offload.step.step_report import combined, report_of
 from fused_offload.stream.timing import Span, StepLog, StepMarks
@@ -114,6 +117,22 @@ def test_the_newest_step_that_all_its_devices_are_through_with() -> None:
         one.log.add(number, marks(computed=At(0, happened=False)))
     assert exposed(devices) == 5  # and steps that have not ended take no more and more memory
     assert len(one.log.numbers()) < 10
+
+
+def test_the_link_of_each_device_is_shared_with_the_others_that_stepped(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices, one, other = Devices(OffloadConfig()), FakePipeline(), FakePipeline()
+    devices.pipelines = {torch.device("cuda", 0): one, torch.device("cuda", 1): other}  # type: ignore[dict-item]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
+    monkeypatch.setattr(profiles, "of_device", lambda index: Found(PROFILE, "made up"))
+    one.log.add(1, marks())
+    first = devices.last_step_report()
+    assert first is not None
+    assert first.link_share == pytest.approx(6 / 47)
+    one.log.add(2, marks())
+    other.log.add(2, marks())
+    second = devices.last_step_report()
+    assert second is not None
+    assert second.link_share == pytest.approx(6 / 36)
 
 
 def test_a_step_in_parts_is_reported_when_its_last_part_is_there() -> None:

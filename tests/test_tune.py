@@ -27,7 +27,7 @@ from fused_offload.plan.transfer_settings import Streaming, streaming_of
 from fused_offload.profiles import machine_key
 from fused_offload.profiles import profile_files as profiles
 from fused_offload.profiles.machine_key import MachineKey
-from fused_offload.profiles.profile import CHOICES, Choice, Profile, Timing, as_json
+from fused_offload.profiles.profile import CHOICES, Choice, Profile, SharedLink, Timing, as_json, from_json
 from fused_offload.profiles.profile_files import Found
 from fused_offload.profiles.units import MIB
 from fused_offload.step import devices
@@ -38,7 +38,9 @@ SMALL = Choice(240_000_000, "zero_copy", 8 * MIB, 3, 32, 7.0, "because")
 LARGE = Choice(3_000_000_000, "copy", 32 * MIB, 4, 64, 72.0, "because")
 TIMINGS = (Timing(20_000_000, 240_000_000, 7.0), Timing(250_000_000, 3_000_000_000, 72.0))
 NARROW_TIMINGS = (Timing(20_000_000, 120_000_000, 3.5), Timing(250_000_000, 1_500_000_000, 33.0))
-PROFILE = Profile(KEY, "2026-11-28T08:00+00:00", 47.0, (SMALL, LARGE), TIMINGS, NARROW_TIMINGS)
+SHARED_LINK = (SharedLink(2, 36.0), SharedLink(4, 20.0))
+PROFILE = Profile(KEY, "2026-11-28T08:00+00:00", 47.0, (SMALL, LARGE), TIMINGS, NARROW_TIMINGS, SHARED_LINK)
+ALONE = dataclasses.replace(PROFILE, shared_link=())
 CUDA = torch.device("cuda", 0)
 
 
@@ -53,6 +55,14 @@ def test_a_profile_comes_back(tmp_path: Path) -> None:
     profiles.save(newer, tmp_path / "new")
     assert [file.name for file in (tmp_path / "new").iterdir()] == [path.name]
     assert profiles.find(KEY, tmp_path / "new").profile == newer
+
+
+def test_a_profile_from_before_several_gpus_were_measured_is_taken(tmp_path: Path) -> None:
+    path = profiles.save(PROFILE, tmp_path)
+    record = json.loads(path.read_text())
+    assert record.pop("shared_link") == [{"gpus": 2, "gbps": 36.0}, {"gpus": 4, "gbps": 20.0}]
+    path.write_text(json.dumps(record))
+    assert profiles.find(KEY, tmp_path).profile == ALONE
 
 
 def test_a_folder_of_profiles_may_be_shared_and_is_left_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +158,16 @@ def test_a_profile_by_another_name(tmp_path: Path) -> None:
         (lambda record: record.pop("narrow_timings"), "narrow_timings"),
         (lambda record: record["timings"].insert(0, record["timings"][1]), "ascending"),
         (lambda record: record["timings"].pop(), "timings"),
+        (lambda record: record.update(shared_link=None), "NoneType"),
+        (lambda record: record.update(shared_link=[20.0]), "must be a mapping"),
+        (lambda record: record["shared_link"][0].pop("gbps"), "gbps"),
+        (lambda record: record["shared_link"][0].update(gpus=1), "whole numbers of GPUs, at least 2"),
+        (lambda record: record["shared_link"][0].update(gpus=2.0), "whole numbers of GPUs"),
+        (lambda record: record["shared_link"][0].update(gpus=True), "whole numbers of GPUs"),
+        (lambda record: record["shared_link"][0].update(gbps="36"), "a speed of shared_link is not a number"),
+        (lambda record: record["shared_link"][1].update(gbps=float("nan")), "a speed of shared_link is not a number"),
+        (lambda record: record["shared_link"][1].update(gpus=2), "shared_link is not by ascending"),
+        (lambda record: record["shared_link"].reverse(), "shared_link is not by ascending"),
     ],
 )
 def test_a_damaged_profile_is_ignored(tmp_path: Path, damage: Any, words: str) -> None:
@@ -183,8 +203,10 @@ def test_a_damaged_profile_is_ignored(tmp_path: Path, damage: Any, words: str) -
             2**50,
         ),
         (lambda record, value: record["timings"][0].update(ms=value), 9e-7, 1e-6, 2**63 - 1, 2**63),
+        (lambda record, value: record["shared_link"][1].update(gbps=value), 9e-4, 1e-3, 2**63 - 1, 2**63),
+        (lambda record, value: record["shared_link"][1].update(gpus=value), 2, 3, 2**63 - 1, 2**63),
     ],
-    ids=[*CHOICES, "link", "size", "time"],
+    ids=[*CHOICES, "link", "size", "time", "shared link", "GPUs"],
 )
 def test_bounds_of_a_profile(change: Any, below: Any, least: Any, most: Any, above: Any, tmp_path: Path) -> None:
     path = profiles.save(PROFILE, tmp_path)
@@ -460,8 +482,43 @@ def test_the_cpu_has_no_profile() -> None:
 
 @pytest.mark.usefixtures("tuned")
 def test_steps_report_their_share_of_the_measured_link() -> None:
-    assert devices._link_gbps(CUDA) == 47.0
-    assert devices._link_gbps(torch.device("cpu")) is None
+    assert devices._link_gbps(CUDA, 1) == 47.0
+    assert devices._link_gbps(torch.device("cpu"), 1) is None
+
+
+@pytest.mark.parametrize(
+    ("world", "ranks", "devices_of_rank", "gbps"),
+    [
+        (None, "4", 1, 47.0),  # torch.distributed is not in use
+        (None, None, 2, 36.0),  # one process with two GPUs
+        (None, None, 5, None),  # more than were measured
+        (8, "1", 1, 47.0),
+        (8, "2", 1, 36.0),
+        (8, "3", 1, 20.0),
+        (8, "2", 2, 20.0),
+        (8, "4", 1, 20.0),
+        (8, "8", 1, None),
+        (1, None, 1, 47.0),
+        (8, None, 1, None),  # one rank of a host, or all of them
+        (8, "0", 1, None),
+        (8, "many", 1, None),
+    ],
+)
+@pytest.mark.usefixtures("tuned")
+def test_the_share_is_of_what_all_ranks_of_the_host_have_at_once(
+    world: int | None, ranks: str | None, devices_of_rank: int, gbps: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: world is not None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: world)
+    if ranks is None:
+        monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    else:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert devices._link_gbps(CUDA, devices_of_rank) == gbps
+    monkeypatch.setattr(profiles, "of_device", lambda index: Found(ALONE, "made up"))
+    assert devices._link_gbps(CUDA, devices_of_rank) == (47.0 if gbps == 47.0 else None)
+    monkeypatch.setattr(torch.distributed, "is_available", lambda: False)
+    assert devices._link_gbps(CUDA, 1) == 47.0
 
 
 def test_predictions_meet_what_was_measured() -> None:
@@ -470,6 +527,54 @@ def test_predictions_meet_what_was_measured() -> None:
     assert PROFILE.step_ms(12 * 10**9, 10**9) == pytest.approx(72 + 9 * 65 / 2.76, rel=1e-6)
     assert PROFILE.step_ms(6 * 10**9, 10**9) < PROFILE.step_ms(10 * 10**9, 10**9) < PROFILE.step_ms(12 * 10**9, 10**9)
     assert PROFILE.step_ms(0, 0) == 0
+
+
+@pytest.mark.parametrize(
+    ("gpus", "link"),
+    [(1, (1, 47.0)), (2, (2, 36.0)), (3, (4, 20.0)), (4, (4, 20.0)), (5, (4, 20.0)), (8, (4, 20.0))],
+)
+def test_the_speed_of_several_gpus_is_that_of_no_fewer_if_it_was_measured(gpus: int, link: tuple[int, float]) -> None:
+    assert PROFILE.link_of(gpus) == link
+    assert ALONE.link_of(gpus) == (1, 47.0)
+    faster = dataclasses.replace(PROFILE, shared_link=(SharedLink(2, 48.0),))  # as a drift of the link may make it
+    assert faster.link_of(gpus) == (min(gpus, 2), 47.0)
+
+
+def test_several_gpus_at_once_take_longer_by_what_their_copies_do() -> None:
+    for nbytes, numel in ((1, 1), (240_000_000, 20_000_000), (2_400_000_000, 200_000_000), (12 * 10**9, 10**9)):
+        alone_ms = PROFILE.step_ms(nbytes, numel)
+        by_gpus = [PROFILE.step_ms(nbytes, numel, gpus) for gpus in (1, 2, 3, 4, 8)]
+        assert by_gpus[0] == alone_ms
+        assert ALONE.step_ms(nbytes, numel, 8) == alone_ms
+        if numel < LARGE.state_bytes // 12:
+            assert by_gpus[1] == pytest.approx(alone_ms + nbytes / 36e6 - nbytes / 47e6)
+            assert by_gpus[2:] == pytest.approx([alone_ms + nbytes / 20e6 - nbytes / 47e6] * 3)
+        else:
+            largest_ms = 72 + 3e9 / 20e6 - 3e9 / 47e6
+            assert by_gpus[2:] == pytest.approx([largest_ms + 9e9 / 20e6] * 3)
+    assert PROFILE.step_ms(0, 0, 8) == 0
+    for gpus in (2, 4):
+        by_size = [PROFILE.step_ms(12 * numel, numel, gpus) for numel in range(1, 400_000_000, 1_000_000)]
+        assert by_size == sorted(by_size)
+    # The link is no limit to steps that are slower than it by themselves.
+    slow = dataclasses.replace(PROFILE, timings=(TIMINGS[0], Timing(250_000_000, 3_000_000_000, 300.0)))
+    more_ms = [slow.step_ms(24 * 10**9, 2 * 10**9, gpus) - slow.step_ms(12 * 10**9, 10**9, gpus) for gpus in (1, 4)]
+    assert more_ms[0] == pytest.approx(more_ms[1])
+
+
+def test_what_two_gpus_took_at_once_is_predicted() -> None:
+    """By the profile of one H100, and the speed that two others reached at once: kept measurements
+    of steps of a billion parameters.
+    """
+    results = Path(__file__).parents[1] / "bench" / "results"
+    together = json.loads((results / "2xh100-2026-11-28-two.json").read_text())["together"]["forms"]
+    gbps = [form["bytes_each_way"] / form["all_ranks_ms"]["plain-duplex"] / 1e6 for form in together.values()]
+    for name in ("h100-2026-11-28-tune.json", "h100-2026-11-28-tune-again.json"):
+        tuned = from_json(json.loads((results / name).read_text())["profile"])
+        profile = dataclasses.replace(tuned, shared_link=(SharedLink(2, sum(gbps) / len(gbps)),))
+        for form in together.values():
+            predicted_ms = profile.step_ms(form["bytes_each_way"], form["param_numel"], 2)
+            assert predicted_ms == pytest.approx(form["all_ranks_ms"]["whole-step"], rel=0.05)
 
 
 def test_predictions_for_small_state_follow_what_was_measured_there() -> None:
@@ -542,6 +647,83 @@ def test_plan_predicts_from_the_profile(capsys: pytest.CaptureFixture[str]) -> N
     assert report["training"]["offload"]["chunk_bytes"] == DEFAULT_CHUNK_BYTES
 
 
+@pytest.mark.parametrize(
+    ("ranks", "sentence", "note"),
+    [
+        (1, "; a step takes about 72 ms.", None),
+        (2, "; with 2 GPUs of a host at once a step takes about 92 ms.", None),
+        (3, "; with 3 GPUs of a host at once, by the speed of 4, a step takes about 158 ms.", None),
+        (4, "; with 4 GPUs of a host at once a step takes about 158 ms.", None),
+        (
+            8,
+            "; with 8 GPUs of a host at once, by the speed of 4, a step takes about 158 ms.",
+            "--ranks-per-node says 8, the profile has 4 GPUs at once at most: expect a longer step. To measure all at "
+            "once, run fused-offload tune on a host with all its GPUs visible.",
+        ),
+    ],
+)
+@pytest.mark.usefixtures("tuned")
+def test_plan_goes_by_the_gpus_of_a_host(
+    ranks: int, sentence: str, note: str | None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planned(*more: str) -> dict[str, Any]:
+        model = ("--params", str(250_000_000 * ranks), "--data-parallel", str(ranks), "--ranks-per-node", str(ranks))
+        assert main(["plan", *model, *more, "--json"]) == 0
+        report: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return report
+
+    report = planned()
+    shared = PROFILE.link_of(ranks)
+    assert report["answer"].endswith(sentence)
+    assert report["predicted"]["gpus_at_once"] == shared.gpus
+    assert report["predicted"]["alone_ms"] == pytest.approx(72 + 3000 / shared.gbps - 3000 / 47, rel=1e-3)
+    assert (f"copies of {shared.gpus} GPUs at once, {shared.gbps:.1f} GB/s" in report["notes"][0]) == (ranks > 1)
+    about_sharing = [text for text in report["notes"][1:] if "at once" in text]
+    assert about_sharing == ([] if note is None else [note])
+    # A window hides bytes at the same speed.
+    half = planned("--window-bytes", "1.5GB")["predicted"]
+    assert half["exposed_ms_at_least"] == pytest.approx(PROFILE.step_ms(1_500_000_000, 125_000_000, ranks), rel=1e-3)
+    nothing = planned("--fraction", "0")
+    assert nothing["answer"].endswith("; a step moves nothing.")
+    assert not any("at once" in text for text in nothing["notes"][1:])
+    if ranks == 1:
+        return
+    # Whoever gives a speed has to know what it is of.
+    given = planned("--link-gbps", "20")
+    assert given["answer"].endswith("; a step takes about 150 ms.")
+    assert given["predicted"]["gpus_at_once"] is None
+    assert given["notes"][-1].endswith("--link-gbps should be what one GPU reaches while all copy.")
+    for found in (Found(ALONE, "made up"), Found(None, "none yet")):
+        monkeypatch.setattr(profiles, "of_device", lambda index, found=found: found)
+        report = planned()
+        ms = 64 if found.profile is None else 72
+        assert report["answer"].endswith(f"; on one GPU alone a step takes about {ms} ms.")
+        assert report["predicted"]["gpus_at_once"] == 1
+        assert report["notes"][-1].startswith("The time is that of one GPU alone.")
+        assert "run fused-offload tune on a host with all its GPUs visible" in report["notes"][-1]
+
+
+@pytest.mark.usefixtures("tuned")
+def test_plan_of_muon_goes_by_the_gpus_of_a_host(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("--params", "4e9", "--muon", "1024x1024", "--master", "remainder", "--moments", "bf16")
+    for ranks, gbps, words in (("1", 47.0, "this machine's profile)"), ("4", 20.0, "profile, 4 GPUs at once)")):
+        assert main(["plan", *model, "--data-parallel", "4", "--ranks-per-node", ranks, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["predicted"]["alone_ms"] == pytest.approx(4e9 / gbps / 1e6, rel=1e-3)
+        assert report["predicted"]["gpus_at_once"] == int(ranks)
+        assert words in report["notes"][0]
+
+
+@pytest.mark.usefixtures("tuned")
+def test_plan_of_parameters_on_the_host_goes_by_the_gpus_of_a_host(capsys: pytest.CaptureFixture[str]) -> None:
+    model = ("--params", "4e9", "--params-on-host", "--shard-params", "--data-parallel", "4")
+    for ranks, gbps in (("1", 47.0), ("4", 20.0)):
+        assert main(["plan", *model, "--ranks-per-node", ranks, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert report["predicted"]["alone_ms"] == pytest.approx(16e9 / gbps / 1e6, rel=1e-3)
+        assert ("with 4 GPUs of a host at once a step takes" in report["answer"]) == (ranks == "4")
+
+
 def test_where_nothing_moves_the_link_is_the_profiles(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -603,7 +785,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
             measure.Swept(20_000_000, SMALL.state_bytes, tuple(ways), SMALL),
             measure.Swept(250_000_000, LARGE.state_bytes, tuple(ways), LARGE),
         )
-        return measure.Tuning(PROFILE, (link.LinkRate(16, 54.0, 53.0, 47.0),), 3.0, swept, 44.0)
+        return measure.Tuning(PROFILE, (link.LinkRate(16, 54.0, 53.0, 47.0),), 3.0, swept, 44.0, "8 GPUs at once: lost")
 
     monkeypatch.setattr(measure, "tune", tune)
     return tmp_path
@@ -621,6 +803,7 @@ def test_tune_shows_and_keeps(measured: Path, capsys: pytest.CaptureFixture[str]
         "Chosen: because",
         "3.00 ms",
         "44 s",
+        "At once, GB/s each way and GPU: 2 GPUs 36.0, 4 GPUs 20.0.\nNot measured: 8 GPUs at once: lost.",
     ):
         assert words in captured.out
     assert profiles.find(KEY, measured).profile == PROFILE
@@ -630,6 +813,8 @@ def test_tune_as_json_and_without_keeping(measured: Path, capsys: pytest.Capture
     assert main(["tune", "--json", "--no-save"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["saved_as"] is None
+    assert report["shared_link_error"] == "8 GPUs at once: lost"
+    assert report["profile"]["shared_link"][1] == {"gpus": 4, "gbps": 20.0}
     assert report["profile"]["choices"][1]["chunk_bytes"] == 32 * MIB
     assert report["steps"][0]["timed"][0] == {
         "chunk_bytes": 8 * MIB,
@@ -793,4 +978,9 @@ def test_a_gpu_is_tuned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys:
     assert all(rate["duplex_gbps"] > 1 for rate in report["link"])
     stepped = [step["state_bytes"] for step in report["steps"]]
     assert stepped == pytest.approx([6_000_000, 12_000_000, 24_000_000, 96_000_000], rel=0.01)
-    assert profiles.find(machine_key.read_key(0)).profile is not None
+    profile = profiles.find(machine_key.read_key(0)).profile
+    assert profile is not None
+    assert report["shared_link_error"] is None
+    visible = torch.cuda.device_count()
+    assert profile.link_of(visible).gpus == visible
+    assert all(1 < link.gbps < 1.2 * profile.duplex_gbps for link in profile.shared_link)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from fused_offload.memory.pinned import PinnedSlab
 from fused_offload.plan.transfer_settings import Streaming, default_streaming
 from fused_offload.profiles import profile_files as profiles
 from fused_offload.profiles.machine_key import MachineKey
+from fused_offload.profiles.profile import SharedLink
 from fused_offload.profiles.units import MIB
 from fused_offload.tuning.candidates import Timed, candidates, choose, chosen, still_close
 
@@ -268,7 +270,15 @@ def test_a_choice_for_every_size_and_a_profile_that_is_taken(monkeypatch: pytest
     monkeypatch.setattr(measure, "step_harness", lambda *arguments: contextlib.nullcontext(Steps(*arguments)))
     monkeypatch.setattr(measure, "_time_resident", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
-    tuning = measure.tune(KEY, torch.device("cuda", 0), 40.0, lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+
+    def shared(devices: list[torch.device], *_: Any) -> Any:
+        assert [device.index for device in devices] == [1, 0, 2]  # the tuned one always
+        return [SharedLink(2, 30.0)], "3 GPUs at once: lost"
+
+    monkeypatch.setattr(measure, "measure_shared_link", shared)
+    tuning = measure.tune(KEY, torch.device("cuda", 1), 40.0, lambda *_: None)
+    assert (tuning.profile.shared_link, tuning.shared_link_error) == ((SharedLink(2, 30.0),), "3 GPUs at once: lost")
     sizes = [choice.state_bytes for choice in tuning.profile.choices]
     assert sizes == [3_750_000, 15_000_000, 60_000_000, 240_000_000, 1_999_999_992]
     transports = [choice.transport for choice in tuning.profile.choices]
@@ -367,8 +377,14 @@ def test_the_link_is_measured_down_up_and_both_ways(monkeypatch: pytest.MonkeyPa
     queues = types.SimpleNamespace(h2d=h2d, d2h=d2h)
     monkeypatch.setattr(link.DeviceQueues, "of", lambda device: queues)
     monkeypatch.setattr(link.torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(link, "PinnedSlab", lambda nbytes, **_: PinnedSlab(nbytes, pin=False))
     monkeypatch.setattr(link, "COPY_MIB", (1, 5))
+    slabs: list[PinnedSlab] = []
+
+    def slab(nbytes: int, **_: Any) -> PinnedSlab:
+        slabs.append(PinnedSlab(nbytes, pin=False))
+        return slabs[-1]
+
+    monkeypatch.setattr(link, "PinnedSlab", slab)
     copies: dict[int, list[tuple[int, int, int]]] = {1: [], 2: []}
 
     def copier(stream: int) -> Callable[..., None]:
@@ -386,13 +402,18 @@ def test_the_link_is_measured_down_up_and_both_ways(monkeypatch: pytest.MonkeyPa
             made.clear()
         run()
         down, up = copies[1], copies[2]
-        for made in (down, up):
-            assert len(set(made)) <= 1
+        nbytes = (down or up)[0][2]
+        assert {size for *_, size in (*down, *up)} == {nbytes}
+        host = {source for _, source, _ in down} | {target for target, _, _ in up}
+        device = {target for target, _, _ in down} | {source for _, source, _ in up}
+        begin, directions = slabs[0].bytes.data_ptr(), bool(down) + bool(up)
+        for places in (sorted(host), sorted(device)):  # no place for both, none twice in a round
+            assert len(places) == directions * (5 * MIB // nbytes)
+            assert all(after - before >= nbytes for before, after in itertools.pairwise(places))
+        assert min(host) >= begin
+        assert max(host) + nbytes <= begin + slabs[0].bytes.numel()
         if down and up:
             assert len(down) == len(up)
-            (device_to, host_from, nbytes), (host_to, device_from, _) = down[0], up[0]
-            assert abs(device_to - device_from) >= nbytes
-            assert abs(host_to - host_from) >= nbytes
         moved = max(sum(nbytes for *_, nbytes in made) for made in (down, up))
         gbps = 50.0 if not up else 40.0 if not down else 30.0
         return moved / gbps / 1e6
@@ -421,8 +442,11 @@ def test_gpus_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link, "PinnedSlab", lambda nbytes, **_: PinnedSlab(nbytes, pin=False))
     monkeypatch.setattr(link.torch.cuda, "device", lambda device: contextlib.nullcontext())
     moved: dict[str, int] = {}
+    places: set[tuple[int, int]] = set()
 
     def copier(to: int, begin: int, nbytes: int, on: str) -> None:
+        assert (to, begin) not in places  # what a host's cache holds would say nothing
+        places.add((to, begin))
         moved[on] = moved.get(on, 0) + nbytes
 
     monkeypatch.setattr(link.cuda_driver, "copy_to_device_async", copier)
@@ -433,9 +457,38 @@ def test_gpus_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
         return sum(moved.values()) / 100.0 / 1e6  # 100 GB/s of host memory for all of them
 
     monkeypatch.setattr(link, "_wall_ms", took)
+    monkeypatch.setattr(link, "_LINK_BYTES", 48 * MIB)
     devices = [torch.device("cpu"), torch.device("cpu", 0)]
     assert link.duplex_gbps(devices) == pytest.approx(25)
     assert set(idle) == {"cpudown", "cpuup", "cpu:0down", "cpu:0up"} == moved.keys()
     assert len(set(moved.values())) == 1
     moved.clear()
+    places.clear()
     assert link.duplex_gbps(devices[:1]) == pytest.approx(50)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "counts"), [(1, []), (2, [2]), (3, [2, 3]), (4, [2, 4]), (6, [2, 4, 6]), (8, [2, 4, 8])]
+)
+@pytest.mark.parametrize("lost", [None, 1, 3])
+def test_how_many_gpus_are_measured_together(
+    gpus: int, counts: list[int], lost: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is lost ends it, and keeps what was measured."""
+    link = pytest.importorskip("fused_offload.tuning.link")
+    devices = [torch.device("cuda", index) for index in range(gpus)]
+
+    def speed(together: list[torch.device]) -> float:
+        assert together == devices[: len(together)]
+        if lost is not None and lost < len(together):
+            raise RuntimeError("CUDA error: uncorrectable ECC error\nCompile with it")
+        return 60.0 / len(together)
+
+    monkeypatch.setattr(link, "duplex_gbps", speed)
+    told: list[tuple[str, int, int]] = []
+    measured, error = link.measure_shared_link(devices, lambda *what: told.append(what))
+    fine = [count for count in counts if lost is None or lost >= count]
+    assert measured == [(count, 60.0 / count) for count in fine]
+    failed = [count for count in counts if count not in fine]
+    assert error == (f"{failed[0]} GPUs at once: CUDA error: uncorrectable ECC error" if failed else None)
+    assert told == [("GPUs at once", done, len(counts)) for done in range(len(fine) + bool(counts))]

@@ -160,10 +160,15 @@ def check_host_bytes(
     )
 
 
+def ranks_of_host() -> int | None:
+    """Number of ranks on this host by the launcher's variable, or None if it does not say."""
+    text = os.environ.get(RANKS_VARIABLE, "")
+    return int(text) or None if text.isdecimal() else None
+
+
 def _waiting_ranks(needed: int) -> int:
     """Number of ranks on this host that still have to allocate, this one included."""
-    text = os.environ.get(RANKS_VARIABLE, "")
-    ranks = int(text) if text.isdecimal() else 1
+    ranks = ranks_of_host() or 1
     if ranks < 2 or not needed:
         return 1
     tightest = min(_limits(), default=None)

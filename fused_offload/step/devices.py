@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fused_offload.config import OffloadConfig
+from fused_offload.memory.host_limits import ranks_of_host
 from fused_offload.plan.operations import WorkMemory
 from fused_offload.plan.planner import StepPlan
 from fused_offload.plan.window_blocks import WindowBlock
@@ -135,7 +136,8 @@ class Devices:
         for number in sorted(numbers, reverse=True):
             steps = {device: log.parts(number) for device, log in logs.items() if log.parts(number)}
             if all(part.has_ended for parts in steps.values() for part in parts):
-                self._report = combined([report_of(parts, _link_gbps(device)) for device, parts in steps.items()])
+                link_gbps = {device: _link_gbps(device, len(steps)) for device in steps}
+                self._report = combined([report_of(parts, link_gbps[device]) for device, parts in steps.items()])
                 self._reported = number
                 break
         return self._report
@@ -230,6 +232,22 @@ class Devices:
         self.pipelines.clear()
 
 
-def _link_gbps(device: torch.device) -> float | None:
-    profile = profiles.of(device)
-    return None if profile is None else profile.duplex_gbps
+def _link_gbps(device: torch.device, devices: int) -> float | None:
+    """Measured speed of plain copies while all GPUs of this host step; see `StepReport.link_share`.
+
+    Args:
+        device: the device.
+        devices: number of devices of this rank.
+    """
+    profile, ranks = profiles.of(device), _ranks_of_host()
+    if profile is None or ranks is None:
+        return None
+    link = profile.link_of(ranks * devices)
+    return link.gbps if link.gpus >= ranks * devices else None
+
+
+def _ranks_of_host() -> int | None:
+    """Number of ranks of this job on this host, or None if the launcher does not say it."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return 1
+    return ranks_of_host() or (1 if torch.distributed.get_world_size() == 1 else None)

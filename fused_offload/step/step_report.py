@@ -27,8 +27,11 @@ class StepReport:
         window_bytes: GPU bytes of the window when the step began.
         prefetched_share: share of ``bytes_to_device`` that was prefetched, 0 to 1.
         link_share: the greater of both speeds, as a share of the speed of plain copies both ways
-            at once that ``fused-offload tune`` measured. None without that measurement, or if
-            nothing was moved.
+            at once that ``fused-offload tune`` measured, while as many GPUs of the host copied as
+            step there, or the next larger number that it measured. GPUs that step are this
+            optimizer's, times ``LOCAL_WORLD_SIZE`` where ``torch.distributed`` is initialised. None
+            without that measurement, for several ranks without ``LOCAL_WORLD_SIZE``, or if nothing
+            was moved.
         host_ms: host time of ``step()`` and of the prefetches before it, exposed or not.
     """
 

@@ -330,19 +330,19 @@ def newton_schulz_ms(param_numel: int, training: Training) -> float:
 
 
 def profile_step_time(memory: Memory, training: Training, profile: Profile) -> StepTime:
-    """Predicts the step from measured steps of this machine.
+    """Predicts the step from measured steps of this machine, with all ranks of a node at once.
 
     Args:
         memory: memory of the model.
-        training: settings of the training run.
+        training: settings of the training run; every rank of a node has a GPU of its own.
         profile: profile of the machine.
     """
     if training.params_on_host:
-        return step_time(memory, profile.duplex_gbps)
+        return step_time(memory, profile.link_of(training.ranks_per_node).gbps)
     bytes_per_param = training.layout().alignment_bytes / ALIGNMENT
 
     def step_ms(nbytes: int) -> float:
-        return profile.step_ms(nbytes, round(nbytes / bytes_per_param))
+        return profile.step_ms(nbytes, round(nbytes / bytes_per_param), training.ranks_per_node)
 
     return StepTime(step_ms(memory.host_state), step_ms(memory.host_state - memory.hidden))
 

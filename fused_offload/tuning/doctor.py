@@ -189,8 +189,9 @@ def _together(machine: Machine) -> list[Finding]:
     if together >= _GOOD_SHARED * alone:
         return [Finding("ok", what, found)]
     advice = (
-        f"They share the host's memory: fused-offload plan --link-gbps {together:.0f}. Narrower moments, a share of "
-        "the state on the GPU (fraction) and more tokens a step help"
+        f"They share the host's memory: fused-offload plan --link-gbps {together:.0f}, or --ranks-per-node after "
+        "fused-offload tune. Fewer bytes a parameter, a share of the state on the GPU (fraction), a window and more "
+        "tokens a step help"
     )
     return [Finding("warning", what, found, advice)]
 

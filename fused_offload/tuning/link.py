@@ -12,6 +12,7 @@ import torch
 
 from fused_offload.memory import cuda_driver, numa
 from fused_offload.memory.pinned import PinnedSlab
+from fused_offload.profiles.profile import SharedLink
 from fused_offload.profiles.units import MIB
 from fused_offload.stream.queues import DeviceQueues
 
@@ -56,13 +57,40 @@ def measure_link(device: torch.device, report: Report) -> list[LinkRate]:
     return rates
 
 
+def measure_shared_link(devices: Sequence[torch.device], report: Report) -> tuple[list[SharedLink], str | None]:
+    """Measures copies both ways on 2, 4, 8, ... and all of some GPUs at once.
+
+    Args:
+        devices: the GPUs; the first ones are measured in every case.
+        report: progress callback.
+
+    Returns:
+        The speeds by ascending number of GPUs, and the error that ended the measurement, or None.
+    """
+    counts = [2**power for power in range(1, len(devices).bit_length()) if 2**power < len(devices)]
+    counts += [len(devices)] if len(devices) > 1 else []
+    measured: list[SharedLink] = []
+    for count in counts:
+        report("GPUs at once", len(measured), len(counts))
+        try:
+            measured.append(SharedLink(count, duplex_gbps(devices[:count])))
+        except (RuntimeError, OSError) as error:  # a lost GPU, or too little memory
+            why = str(error).partition("\n")[0] or type(error).__name__
+            return measured, f"{count} GPUs at once: {why}"
+    if counts:
+        report("GPUs at once", len(counts), len(counts))
+    return measured, None
+
+
 def duplex_gbps(devices: Sequence[torch.device]) -> float:
     """Speed of copies both ways at once, each way and GPU, while all of some GPUs copy.
+
+    Every copy of a run moves other memory, as in a step: a host's cache must not answer for it.
 
     Args:
         devices: the GPUs.
     """
-    with _speed_of_copies(devices, 16 * MIB) as gbps:
+    with _speed_of_copies(devices, _LINK_BYTES) as gbps:
         return gbps(16 * MIB, True, True)
 
 
@@ -70,7 +98,8 @@ def duplex_gbps(devices: Sequence[torch.device]) -> float:
 def _speed_of_copies(devices: Sequence[torch.device], most_bytes: int) -> Iterator[Callable[[int, bool, bool], float]]:
     """Context with a function that measures the speed of copies, in GB/s each way and GPU.
 
-    The function takes the bytes of a copy, and whether to copy to the GPUs and from them.
+    The function takes the bytes of a copy, and whether to copy to the GPUs and from them. Copies go
+    through ``most_bytes`` of memory for each direction.
     """
     with contextlib.ExitStack() as stack:
         pairs = []
@@ -83,13 +112,14 @@ def _speed_of_copies(devices: Sequence[torch.device], most_bytes: int) -> Iterat
 
         def gbps(nbytes: int, down: bool, up: bool) -> float:
             def copy() -> None:
-                for _ in range(_LINK_BYTES // nbytes):
+                for index in range(_LINK_BYTES // nbytes):
+                    begin = index % (most_bytes // nbytes) * nbytes
                     for queues, host, memory in pairs:
-                        gpu, half = memory.data_ptr(), most_bytes
+                        gpu, other = memory.data_ptr(), most_bytes + begin
                         if down:
-                            cuda_driver.copy_to_device_async(gpu, host, nbytes, queues.h2d.cuda_stream)
+                            cuda_driver.copy_to_device_async(gpu + begin, host + begin, nbytes, queues.h2d.cuda_stream)
                         if up:
-                            cuda_driver.copy_to_host_async(host + half, gpu + half, nbytes, queues.d2h.cuda_stream)
+                            cuda_driver.copy_to_host_async(host + other, gpu + other, nbytes, queues.d2h.cuda_stream)
                 for queues, _, _ in pairs:
                     queues.h2d.synchronize()
                     queues.d2h.synchronize()

@@ -20,7 +20,7 @@ from fused_offload.profiles.profile import Choice, Profile, Timing, nearest
 from fused_offload.profiles.units import MIB
 
 from .candidates import CHUNK_MIB, DEPTHS, Timed, candidates, choose, chosen, gigabytes, middle_ms, still_close
-from .link import LinkRate, Report, measure_link
+from .link import LinkRate, Report, measure_link, measure_shared_link
 from .step_harness import NARROW, WIDE, StepHarness, step_harness
 
 _STEPS = 2
@@ -61,6 +61,7 @@ class Tuning:
     Attributes:
         profile: the profile to keep.
         link: speeds of the link, by size of a copy.
+        shared_link_error: error that ended the measurement of several GPUs at once, or None.
         kernel_ms: time of a step with all of the largest state on the GPU; None if it did not fit.
         swept: measured steps, by ascending size of the state.
         seconds: duration of the measurements.
@@ -71,17 +72,18 @@ class Tuning:
     kernel_ms: float | None
     swept: tuple[Swept, ...]
     seconds: float
+    shared_link_error: str | None = None
 
 
 def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) -> Tuning:
-    """Measures the link and steps, and chooses transfer settings.
+    """Measures the link and steps, and chooses transfer settings; last, copies of several GPUs.
 
     Args:
         key: key of the machine.
-        device: the GPU.
+        device: the GPU. With the other visible ones only copies at once are measured.
         seconds: time for the link and the comparison of candidates, with page-locking and
             compiling. It is exceeded if needed, since every candidate is timed at least once. Steps
-            that are not compared come on top.
+            that are not compared and copies of several GPUs come on top.
         report: progress callback.
 
     Raises:
@@ -98,6 +100,8 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
                 swept.append(sweep(steps, start + seconds, len(numels) - len(swept), report))
         narrow = _time_narrow(numels, [one.choice for one in swept], device, report)
         kernel_ms = _time_resident(numels[-1], device, report)
+    others = [torch.device("cuda", index) for index in range(torch.cuda.device_count()) if index != device.index]
+    shared_link, error = measure_shared_link([device, *others], report)
     profile = Profile(
         key,
         datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
@@ -105,8 +109,9 @@ def tune(key: MachineKey, device: torch.device, seconds: float, report: Report) 
         tuple(one.choice for one in swept),
         tuple(Timing(one.param_numel, one.state_bytes, one.choice.ms) for one in swept),
         narrow,
+        tuple(shared_link),
     )
-    return Tuning(profile, tuple(link), kernel_ms, tuple(swept), time.perf_counter() - start)
+    return Tuning(profile, tuple(link), kernel_ms, tuple(swept), time.perf_counter() - start, error)
 
 
 def sizes(duplex_gbps: float, host_bytes: int | None, gpu_bytes: int) -> list[int]:

@@ -148,38 +148,52 @@ _HOST_MS = 3.0
 
 
 class _Prediction(NamedTuple):
+    """A predicted step.
+
+    Attributes:
+        time: the time of the step.
+        link_gbps: bytes over time, each way.
+        source: ``"profile"``, ``"link_gbps"`` for the option, or ``"assumption"``.
+        how: derivation in words.
+        gpus: number of GPUs of a host that copy at once at this speed; None if the option says it.
+    """
+
     time: StepTime
     link_gbps: float
     source: str
     how: str
+    gpus: int | None
 
 
 def _predict(
     options: argparse.Namespace, numel: int, training: Training, memory: Memory, profile: Profile | None
 ) -> _Prediction:
-    if profile is not None and training.largest_matrix is None:
-        time = profile_step_time(memory, training, profile)
-        moved = memory.host_state + memory.host_params
-        rate = moved / time.alone_ms / 1e6 if moved else profile.duplex_gbps
-        return _Prediction(
-            time, rate, "profile", f"from steps that fused-offload tune measured on this machine, {profile.measured}"
-        )
-    link_gbps = options.link_gbps or (DEFAULT_LINK_GBPS if profile is None else profile.duplex_gbps)
-    link, source = "given by --link-gbps", "link_gbps"
-    if profile is not None:
-        link, source = "of this machine's profile", "profile"
-    elif options.link_gbps is None:
-        link = "an assumption: what an H100 over PCIe 5 x16 reaches; give your own with --link-gbps"
-        source = "assumption"
+    gpus: int | None = 1
+    link_gbps = DEFAULT_LINK_GBPS
+    source, where = "assumption", "an assumption: what an H100 over PCIe 5 x16 reaches; give your own with --link-gbps"
+    if options.link_gbps is not None:
+        gpus, link_gbps = None, options.link_gbps
+        source, where = "link_gbps", "given by --link-gbps"
+    elif profile is not None:
+        gpus, link_gbps = profile.link_of(training.ranks_per_node)
+        source, where = "profile", "of this machine's profile" + (f", {gpus} GPUs at once" if gpus > 1 else "")
+        if training.largest_matrix is None:
+            time = profile_step_time(memory, training, profile)
+            moved = memory.host_state + memory.host_params
+            rate = moved / time.alone_ms / 1e6 if moved else link_gbps
+            how = f"from steps that fused-offload tune measured on this machine, {profile.measured}"
+            if gpus > 1:
+                how += f", and copies of {gpus} GPUs at once, {link_gbps:.1f} GB/s each way and GPU"
+            return _Prediction(time, rate, source, how, gpus)
     compute_ms = newton_schulz_ms(numel, training)
-    bounds = f"bytes / {link_gbps:g} GB/s each way ({link})"
+    bounds = f"bytes / {link_gbps:g} GB/s each way ({where})"
     if compute_ms:
         bounds = (
             f"the longer of {bounds} and Newton-Schulz at {NEWTON_SCHULZ_TFLOPS:g} TFLOP/s, {_duration(compute_ms)} "
             "(an assumption for large matrices on an H100)"
         )
     how = f"from {bounds}. Kernels, launches and the slowdown of what runs beside the copies are not counted"
-    return _Prediction(step_time(memory, link_gbps, compute_ms), link_gbps, source, how)
+    return _Prediction(step_time(memory, link_gbps, compute_ms), link_gbps, source, how, gpus)
 
 
 def plan(options: argparse.Namespace) -> int:
@@ -232,6 +246,7 @@ def plan(options: argparse.Namespace) -> int:
             "hidden_bytes": memory.hidden,
             "link_gbps": prediction.link_gbps,
             "link_assumed": prediction.source == "assumption",
+            "gpus_at_once": prediction.gpus,
             "source": prediction.source,
         },
         "notes": [*_notes(options, memory, prediction, found), *advice(numel, untuned, tuning.settle, **limits)],
@@ -278,11 +293,26 @@ def _notes(options: argparse.Namespace, memory: Memory, prediction: _Prediction,
     if found is not None and found.is_outdated:
         notes.append(f"Profile of this machine {found.reason}.")
     if options.ranks_per_node > 1 and memory.host_state:
-        notes.append(
-            "GPUs of a node share its host memory: each of two H100s at once reached 35 GB/s each way, one alone 47. "
-            "--link-gbps should be what one GPU reaches while all stream."
-        )
+        notes += _notes_on_sharing(options.ranks_per_node, prediction)
     return notes
+
+
+def _notes_on_sharing(ranks: int, prediction: _Prediction) -> list[str]:
+    """Notes on a time that may not be that of all GPUs of a host at once."""
+    if prediction.gpus is not None and prediction.gpus >= ranks:
+        return []
+    if prediction.gpus is not None and prediction.gpus > 1:
+        return [
+            f"--ranks-per-node says {ranks}, the profile has {prediction.gpus} GPUs at once at most: expect a longer "
+            f"step. {_MEASURE}."
+        ]
+    shared = "GPUs of a host share its memory: each of two H100s at once reached 35 GB/s each way, one alone 47. "
+    if prediction.source == "link_gbps":
+        return [f"{shared}--link-gbps should be what one GPU reaches while all copy."]
+    return [f"The time is that of one GPU alone. {shared}{_MEASURE}, or give --link-gbps what one reaches meanwhile."]
+
+
+_MEASURE = "To measure all at once, run fused-offload tune on a host with all its GPUs visible"
 
 
 def _answer(report: dict[str, Any]) -> str:
@@ -297,12 +327,25 @@ def _answer(report: dict[str, Any]) -> str:
     memory = ", ".join(f"{_of_limit(needed, limit)} on the {place}" for place, needed, limit, _ in places)
     predicted = report["predicted"]
     alone_ms, exposed_ms = predicted["alone_ms"], predicted["exposed_ms_at_least"]
-    time = f"a step takes about {_duration(alone_ms)}" if alone_ms else "a step moves nothing"
+    time = "a step moves nothing"
+    if alone_ms:
+        gpus = _gpus_in_words(report["training"]["ranks_per_node"], predicted["gpus_at_once"])
+        time = f"{gpus}a step takes about {_duration(alone_ms)}"
     if alone_ms and not exposed_ms:
         time += ", which may all run under forward and backward passes"
     elif exposed_ms < alone_ms:
         time += f" and adds at least {_duration(exposed_ms)} to an iteration"
     return f"{verdict} {memory}; {time}."
+
+
+def _gpus_in_words(ranks: int, measured: int | None) -> str:
+    """Number of GPUs of a host that a time holds for; empty if there is one, or the user knows."""
+    if ranks == 1 or measured is None:
+        return ""
+    if measured == 1:
+        return "on one GPU alone "
+    by = "" if measured == ranks else f", by the speed of {measured},"
+    return f"with {ranks} GPUs of a host at once{by} "
 
 
 def _of_limit(needed: int, limit: int | None) -> str:

@@ -192,6 +192,7 @@ def as_json(tuning: Tuning, path: Any = None) -> dict[str, Any]:
         "saved_as": None if path is None else profiles.shown(path),
         "seconds": tuning.seconds,
         "link": [rate._asdict() for rate in tuning.link],
+        "shared_link_error": tuning.shared_link_error,
         "kernel_ms": tuning.kernel_ms,
         "steps": [
             {
@@ -219,6 +220,8 @@ def show(tuning: Tuning, path: Any = None) -> None:
     for rate in tuning.link:
         link.add_row(str(rate.copy_mib), *(f"{value:.1f}" for value in rate[1:]))
     console.print(link)
+    for text in _shared_link(tuning):
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
     for swept in tuning.swept:
         console.print(_steps_table(swept))
         console.print(f"Chosen: {swept.choice.why}.", highlight=False, markup=False, soft_wrap=True)
@@ -235,6 +238,15 @@ def show(tuning: Tuning, path: Any = None) -> None:
         else f'Kept as {profiles.shown(path)}; OffloadConfig\'s "auto" takes it from now on.'
     )
     console.print(f"{kept} {tuning.seconds:.0f} s.", highlight=False, markup=False, soft_wrap=True)
+
+
+def _shared_link(tuning: Tuning) -> Iterator[str]:
+    shared = tuning.profile.shared_link
+    if shared:
+        speeds = ", ".join(f"{link.gpus} GPUs {link.gbps:.1f}" for link in shared)
+        yield f"At once, GB/s each way and GPU: {speeds}."
+    if tuning.shared_link_error is not None:
+        yield f"Not measured: {tuning.shared_link_error}."
 
 
 def _steps_table(swept: Swept) -> Table:
