@@ -86,10 +86,10 @@ def test_python_blocks_run_in_order(page: str, tmp_path: Path) -> None:
 def test_the_readme_can_be_pasted_whole_and_learns(tmp_path: Path) -> None:
     (block,) = blocks("README.md", "python")
     done = run(block.replace("range(20)", "range(1)"), tmp_path)
-    first = re.search(r"loss ([\d.]+); MemoryReport", done.stdout)
+    first = re.search(r"loss ([\d.]+); state of", done.stdout)
     assert first, done.stdout + done.stderr
     done = run(block, tmp_path)
-    last = re.search(r"loss ([\d.]+); MemoryReport", done.stdout)
+    last = re.search(r"loss ([\d.]+); state of", done.stdout)
     assert last, done.stdout + done.stderr
     assert float(last[1]) < float(first[1])
 

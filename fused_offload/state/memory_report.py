@@ -40,6 +40,19 @@ class MemoryReport:
     numa_nodes: tuple[int, ...] = ()
     numa_bytes: dict[int, int] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        """One line for a log. GB is 1e9 bytes."""
+        host, resident = sum(self.host_bytes.values()), sum(self.resident_bytes.values())
+        parts = [f"{host / 1e9:.3f} GB on the host" + (", not page-locked" if host and not self.pinned else "")]
+        if resident:
+            parts.append(f"{resident / 1e9:.3f} GB on the parameters' device")
+        if self.ring_bytes:
+            parts.append(f"{self.ring_bytes / 1e9:.3f} GB of staging on the GPU")
+        if self.work_bytes:
+            parts.append(f"{self.work_bytes / 1e9:.3f} GB of work memory on the GPU")
+        each = f" ({(host + resident) / self.param_numel:.2f} bytes each)" if self.param_numel else ""
+        return f"state of {self.param_numel:,} parameters{each}: {', '.join(parts)}"
+
 
 def memory_report(
     extents: Iterable[Extent], *, ring_bytes: int, work_bytes: int, step_bytes: int, param_numel: int
