@@ -327,8 +327,8 @@ def memory_table(optimizer: FusedOffloadAdam) -> Table:
     report = optimizer.memory_report()
     table = Table(title=f"Optimizer state of {report.param_numel:,} parameters, in bytes")
     table.add_column("")
-    host_title = "CPU memory, pinned" if report.pinned else "CPU memory"
-    for title in (host_title, "parameters' device, resident", "GPU, staging"):
+    host_title = "host, page-locked" if report.pinned else "host"
+    for title in (host_title, "parameters' device", "GPU, staging"):
         table.add_column(title, justify="right")
     for key in dict.fromkeys([*report.host_bytes, *report.resident_bytes]):
         table.add_row(key, f"{report.host_bytes.get(key, 0):,}", f"{report.resident_bytes.get(key, 0):,}", "")

@@ -172,7 +172,9 @@ def _package_of(error: ImportError | OSError) -> str | None:
 def _build_parser() -> tuple[_Parser, Mapping[str, argparse.ArgumentParser]]:
     """The parser, and the parser of each command by its name."""
     parser = _Parser(
-        prog="fused-offload", description="Optimizers with their state in host memory: plans, tunes, checks."
+        prog="fused-offload",
+        description="For training with optimizer state in host memory: says what will fit and how long a step takes, "
+        "measures what is fastest on this machine, and finds what makes it slow.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser, metavar="COMMAND")
@@ -180,7 +182,7 @@ def _build_parser() -> tuple[_Parser, Mapping[str, argparse.ArgumentParser]]:
     _add_tune(commands)
     doctor = commands.add_parser(
         "doctor",
-        help="check this machine",
+        help="find what would make this machine slow",
         description="Looks at everything that decides how fast state streams here, and says what to do about it.",
         epilog=_DOCTOR_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -207,7 +209,9 @@ def _add_plan(commands: Any) -> None:
 
 def _add_model(plan: argparse.ArgumentParser) -> None:
     model = plan.add_argument_group("model: one of --params, --config, or Megatron's sizes")
-    model.add_argument("--params", type=units.count, metavar="N", help="of the whole model, such as 13e9 or 13B")
+    model.add_argument(
+        "--params", type=units.count, metavar="N", help="parameters of the whole model, such as 13e9 or 13B"
+    )
     model.add_argument("--config", type=Path, metavar="FILE", help="a Hugging Face config.json on this machine")
     for name in (*MEGATRON_SIZES, "kv-heads", "head-dim", "experts"):
         model.add_argument(f"--{name}", type=units.positive_int, metavar="N", help=_SIZE_HELP.get(name))
@@ -228,7 +232,12 @@ def _add_dtypes(plan: argparse.ArgumentParser) -> None:
     dtypes.add_argument(
         "--grad-dtype", choices=DTYPES, help="default: --param-dtype; Megatron's are fp32 unless it is told otherwise"
     )
-    dtypes.add_argument("--master", choices=MASTERS, help="default: fp32, and none for fp32 parameters")
+    dtypes.add_argument(
+        "--master",
+        choices=MASTERS,
+        help="dtype of the master weights; remainder: of fp32 masters the 16 bits that a bf16 parameter lacks "
+        "(store_param_remainders=True); default: fp32, and none for fp32 parameters",
+    )
     dtypes.add_argument(
         "--moments", choices=MOMENT_DTYPES, default="fp32", help="stored dtype of both moments; default: %(default)s"
     )
@@ -241,7 +250,7 @@ def _add_ranks(plan: argparse.ArgumentParser) -> None:
         type=units.positive_int,
         default=1,
         metavar="N",
-        help="ranks that share the state; default: 1",
+        help="ranks that the state is divided among; default: 1",
     )
     ranks.add_argument(
         "--model-parallel",
@@ -250,7 +259,7 @@ def _add_ranks(plan: argparse.ArgumentParser) -> None:
         metavar="N",
         help="tensor x pipeline ranks; default: 1",
     )
-    ranks.add_argument("--shard-params", action="store_true", help="FSDP: parameters and gradients are shared as well")
+    ranks.add_argument("--shard-params", action="store_true", help="FSDP: parameters and gradients are divided, too")
     ranks.add_argument(
         "--ranks-per-node",
         type=units.positive_int,
@@ -313,7 +322,7 @@ def _add_machine(plan: argparse.ArgumentParser) -> None:
         type=units.gb,
         default=0.0,
         metavar="GB",
-        help="activations, CUDA context and others; default: 0",
+        help="your estimate of activations, CUDA context and all else; default: 0",
     )
     machine.add_argument(
         "--link-gbps",
