@@ -77,8 +77,9 @@ def test_muon(width: int, benchmark: BenchmarkFixture, scale: Scale, rows: Rows,
         config = OffloadConfig(fraction=fraction)
         return FusedOffloadMuon(params, lr=LR, weight_decay=WEIGHT_DECAY, offload=config, **_BYTES[kept])
 
+    torchs = import_peer("torch.optim", "Muon")  # from torch 2.9 on
     built: dict[str, Callable[[], Any]] = {
-        "torch-resident": lambda: torch.optim.Muon(params, lr=LR, weight_decay=WEIGHT_DECAY),
+        "torch-resident": lambda: torchs(params, lr=LR, weight_decay=WEIGHT_DECAY),
         "fraction-0-2B": lambda: ours("2B", 0.0),
         "fraction-0-6B": lambda: ours("6B", 0.0),
         "whole-step-2B": lambda: ours("2B", 1.0),

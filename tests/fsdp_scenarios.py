@@ -1063,10 +1063,11 @@ def steps_in_backward() -> None:
 @contextmanager
 def stepped_by_a_device() -> Iterator[None]:
     """Parameters of gloo ranks go through the GPU's pipeline, as those in the host memory of a mesh of GPUs do."""
+    from interpreted_fma import fma_that_rounds_once
     from simulated_device import SimulatedDevice, installed
 
     place = device_placement.Placement(torch.device("cpu"), on_host=True)
-    with pytest.MonkeyPatch.context() as patch, installed(SimulatedDevice(), patch):
+    with pytest.MonkeyPatch.context() as patch, fma_that_rounds_once(), installed(SimulatedDevice(), patch):
         patch.setattr(device_placement, "placement_of", lambda param: place)
         yield
         gc.collect()

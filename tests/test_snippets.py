@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))]
 
 
-NEEDS = {"fused_offload.megatron.bridge": "megatron.bridge"}
+NEEDS = {"fused_offload.megatron": "megatron.core", "fused_offload.megatron.bridge": "megatron.bridge"}
 """Modules of ours that need a package when they are imported."""
 
 
