@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dis
+import functools
 import gc
+import itertools
 import os
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -253,6 +257,20 @@ class AtCall:
         return False
 
 
+@functools.cache
+def where_signals_come(code: types.CodeType) -> frozenset[int]:
+    """Offsets before which CPython runs signal handlers: behind calls, and where functions and
+    rounds of loops begin.
+
+    It runs none elsewhere, for example while a ``with`` statement ends and has not called
+    ``__exit__`` yet.
+    """
+    instructions = list(dis.get_instructions(code))
+    behind = {two.offset for one, two in itertools.pairwise(instructions) if one.opname.startswith(("CALL", "RESUME"))}
+    rounds = {one.argval for one in instructions if one.opname.startswith(("JUMP_BACKWARD", "JUMP_ABSOLUTE"))}
+    return frozenset(behind | rounds | {0})
+
+
 class AtBytecode:
     """Raises before one bytecode of the package, as a signal handler does."""
 
@@ -264,7 +282,7 @@ class AtBytecode:
             if not frame.f_code.co_filename.startswith(PACKAGE):
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            if event == "opcode":
+            if event == "opcode" and frame.f_lasti in where_signals_come(frame.f_code):
                 self.seen += 1
                 if self.seen > self.number:
                     sys.settrace(None)
