@@ -812,6 +812,22 @@ def test_reserved_memory_is_that_of_a_step() -> None:
     run_on_simulated_device(scenario, SCHEDULES[2])
 
 
+@pytest.mark.parametrize("name", ["bf16 4", "bf16 6", "bf16 8"])
+def test_work_memory_does_not_grow_with_the_number_of_layers(name: str) -> None:
+    """Grouped-query attention, whose small matrices share chunks that its large ones fill in part."""
+    width, layers, kept = 64, 8, KEPT[name]
+    layer = [(width, width), (16, width), (16, width), (width, width), (224, width), (224, width), (width, 224)]
+
+    def scenario(device: Device) -> list[Snapshot]:
+        made = [on(device, param) for param in tensors(0, kept.dtype, layer * layers)]
+        optimizer = make(made, kept, offload={"chunk_bytes": 3 * width * width})
+        optimizer.reserve_gpu_memory()
+        assert device.sim is None or optimizer.memory_report().work_bytes == work_bytes((width, 224), arrays=2)
+        return [device.snapshot(optimizer)]
+
+    run_on_simulated_device(scenario, SCHEDULES[0])
+
+
 def test_parts_of_an_operation_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until its settings or its memory change."""
     from fused_offload.rules import muon

@@ -249,12 +249,14 @@ class Planner:
         return chunk_numel(self._streaming(kind.extent).chunk_bytes, in_slot.alignment_bytes)
 
     def _part_capacity(self, phases: Sequence[Phase], kind: Any) -> int:
-        """Most elements of a chunk in one of two phases.
+        """Most elements of a chunk in each of two phases.
 
-        Chunks of a phase that moves no keys have a limit too, since it bounds the work memory.
+        One number for both, so that their chunks hold the same parameters: an array is in use until
+        the last parameter of its chunk in the second phase is done. Chunks of a phase that moves no
+        keys have that limit too, since it bounds the work memory.
         """
         layout = kind.extent.layout
-        moved = layout.only(phases[kind.phase].keys).alignment_bytes or layout.alignment_bytes
+        moved = max(layout.only(phase.keys).alignment_bytes for phase in phases)
         return chunk_numel(self._streaming(kind.extent).chunk_bytes, moved)
 
 
