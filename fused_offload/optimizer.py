@@ -55,9 +55,6 @@ def _shown_without_kwargs(function: Any) -> Any:
     return function
 
 
-_NO_WINDOW = "{} does nothing: there is no window. Set OffloadConfig(window_bytes=...), a number of bytes or 'auto'."
-
-
 class OffloadOptimizer(torch.optim.Optimizer):
     """An optimizer whose state lives in host memory, for any update rule.
 
@@ -705,7 +702,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._check_usable()
         check_attach_arguments(models, microbatches)
         if self.offload.window_bytes == 0:
-            warnings.warn(_NO_WINDOW.format("attach()"), stacklevel=2)
+            warnings.warn(self._no_window("attach()"), stacklevel=2)
         if self._attachment is not None:
             self._attachment.detach()
         self._attachment = AutoPrefetch(
@@ -802,7 +799,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         window = self.offload.window_bytes
         if window == 0:
             if self._attachment is None:  # else attach() has said so, and its hooks call this
-                warnings.warn(_NO_WINDOW.format("prefetch()"), stacklevel=2)
+                warnings.warn(self._no_window("prefetch()"), stacklevel=2)
             return
         if window == "auto" and self._attachment is None:
             raise RuntimeError(
@@ -814,6 +811,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self._stepper.prefetch_more(self._attachment.budget_bytes)
         elif not isinstance(window, str):
             self._stepper.prefetch(window)
+
+    def _no_window(self, call: str) -> str:
+        """Warning for a call that does nothing without a window."""
+        advice = "there is no window. Set OffloadConfig(window_bytes=...), a number of bytes or 'auto'."
+        if len(self._rule().phases) > 1:
+            advice = f"{type(self).__name__} moves its state within the step only. Leave the call out."
+        return f"{call} does nothing: {advice}"
 
     def cancel_prefetch(self) -> None:
         """Discards prefetched copies; the host copy stays authoritative."""

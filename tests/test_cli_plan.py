@@ -151,6 +151,21 @@ def test_a_step_of_muon_takes_as_long_as_the_longer_of_copies_and_products(capsy
     assert not any("--step-in-backward" in note or "uint8" in note for note in report["notes"])
 
 
+def test_advice_for_muon_names_only_what_muon_can_do(capsys: pytest.CaptureFixture[str]) -> None:
+    limits = ("--gpu-memory", "24", "--host-memory", "1000")
+    report = plan(capsys, "--params", "30e9", "--muon", "4096x11008", "--data-parallel", "4", *limits)
+    assert "more GPUs (--model-parallel)" in report["notes"][-1]
+
+
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
+def test_small_matrices_fill_chunks_with_their_updates(moments: str) -> None:
+    """As many as a chunk holds, in both phases of Muon."""
+    training = Training(master="remainder", exp_avg=moments, largest_matrix=(512, 512))
+    in_chunk = 48 * 2**20 // STORED_DTYPES[moments].itemsize
+    assert memory_of(10**9, training).work == 4 * in_chunk + 2 * 512**2 + 4 * 512**2 + 512
+    assert memory_of(512**2, training).work == 6 * 512**2 + 4 * 512**2 + 512
+
+
 def test_8_bit_moments_take_4_bytes_a_parameter(capsys: pytest.CaptureFixture[str]) -> None:
     training = Training(master="remainder", exp_avg="uint8", exp_avg_sq="uint8")
     assert memory_of(10**9, training).host_state == pytest.approx(4.0625e9, rel=1e-4)
@@ -687,6 +702,7 @@ def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--params", "1e9", "--muon", "4096"], "'4096' is not the size of a matrix, such as 4096x11008"),
         (["plan", "--params", "1e9", "--muon", "0x5"], "'0x5' is not the size of a matrix"),
         (["plan", "--params", "1e9", "--muon", "8x8", "--step-in-backward"], "Muon steps behind the backward pass"),
+        (["plan", "--params", "1e9", "--muon", "8x8", "--shard-params"], "Muon steps whole matrices, not the parts"),
         (["plan", "--params", "1e9", "--muon", "8x8", "--window-bytes", "1GB"], "and without a window"),
         (["plan", "--params", "1e9", "--muon", "8x8", "--moments", "uint8"], "fp32 or bf16, not in uint8"),
         (["sweep"], "invalid choice"),

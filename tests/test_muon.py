@@ -828,6 +828,53 @@ def test_work_memory_does_not_grow_with_the_number_of_layers(name: str) -> None:
     run_on_simulated_device(scenario, SCHEDULES[0])
 
 
+@pytest.mark.parametrize("number", range(len(SCHEDULES)))
+def test_memory_that_one_stream_took_is_used_by_another(number: int) -> None:
+    """Without offload no copy stands between the stream that took the work memory and the step's."""
+
+    def scenario(device: Device) -> list[Snapshot]:
+        optimizer = make([on(device, p) for p in tensors(0, torch.float32)], KEPT["fp32"], offload={"fraction": 0.0})
+        set_grads(optimizer, [on(device, grad) for grad in tensors(1, torch.float32)])
+        for _ in range(2):  # later steps take no memory for addresses, which would wait for the device
+            optimizer.step()
+        if device.sim is None:
+            optimizer.step()
+            return [device.snapshot(optimizer)]
+        first, second = torch.cuda.current_stream(), torch.cuda.Stream()
+        second.wait_stream(first)
+        optimizer.release_gpu_memory()
+        optimizer.reserve_gpu_memory()
+        with torch.cuda.stream(second):
+            optimizer.step()
+        first.wait_stream(second)
+        return [device.snapshot(optimizer)]
+
+    run_on_simulated_device(scenario, SCHEDULES[number])
+
+
+class _TakesNoBytes(TorchDispatchMode):
+    """Fails at an allocation of untyped memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is not torch.ops.aten.empty.memory_format or (kwargs or {}).get("dtype") is not torch.uint8
+        return func(*args, **(kwargs or {}))
+
+
+def test_sets_of_gradients_share_work_memory_on_the_cpu() -> None:
+    optimizer = make(tensors(0, torch.float32), KEPT["fp32"])
+    grads = tensors(1, torch.float32)
+    set_grads(optimizer, grads)
+    for _ in range(2):  # state, then the plan that is kept
+        optimizer.step()
+    for missing in range(len(grads)):
+        set_grads(optimizer, [None if index == missing else grad for index, grad in enumerate(grads)])
+        with _TakesNoBytes():
+            optimizer.step()
+    optimizer.release_gpu_memory()
+    with pytest.raises(AssertionError), _TakesNoBytes():
+        optimizer.step()
+
+
 def test_parts_of_an_operation_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until its settings or its memory change."""
     from fused_offload.rules import muon
@@ -1169,6 +1216,30 @@ def test_checkpoints_of_other_optimizers_are_refused() -> None:
     adam.step()
     with pytest.raises(ValueError, match=r"unknown state \['exp_avg', 'exp_avg_sq'\]"):
         FusedOffloadMuon([param]).load_state_dict(adam.state_dict())
+    sgd = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+    sgd.step()
+    with pytest.raises(ValueError, match=r"of torch.optim.SGD \(it has dampening in group 0\): .*sum of gradients"):
+        FusedOffloadMuon([param]).load_state_dict(sgd.state_dict())
+
+
+def test_groups_without_muon_are_refused() -> None:
+    """The convention of optimizers that combine Muon with Adam."""
+    matrix, embedding = (torch.nn.Parameter(torch.ones(3, 3)) for _ in range(2))
+    optimizer = FusedOffloadMuon([{"params": [matrix], "use_muon": True}])
+    with pytest.raises(ValueError, match=r"use_muon=False, .* FusedOffloadAdam"):
+        optimizer.add_param_group({"params": [embedding], "use_muon": False})
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["use_muon"] = False
+    with pytest.raises(ValueError, match=r"use_muon=False in group 0.* FusedOffloadAdam"):
+        optimizer.load_state_dict(saved)
+    assert [group["use_muon"] for group in optimizer.param_groups] == [True]
+
+
+def test_advice_on_prefetching_is_not_refused_later() -> None:
+    optimizer = FusedOffloadMuon([torch.nn.Parameter(torch.ones(3, 3))])
+    for call in (optimizer.prefetch, lambda: optimizer.attach(torch.nn.Linear(3, 3))):
+        with pytest.warns(UserWarning, match=r"moves its state within the step only\. Leave the call out"):
+            call()
 
 
 def test_state_decodes() -> None:

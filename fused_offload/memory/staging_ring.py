@@ -128,16 +128,18 @@ class StagingRing:
         free, _ = torch.cuda.mem_get_info(self.device)
         free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         smaller = (free - work_bytes) // 2 // 2**20 * 2**20
-        advice = (
-            f"OffloadConfig(depth=2, chunk_bytes={smaller}) is the largest ring of two slots that fits"
-            if smaller >= 2**20
-            else "Free GPU memory first"
-        )
+        advice = "Free GPU memory first"
+        if smaller >= 2**20:
+            advice = f"OffloadConfig(depth=2, chunk_bytes={smaller}) is the largest ring of two slots that fits"
+        if work_bytes < free:
+            advice += "; one slot of 128 elements always works, slowly"
+        else:
+            advice += ": a smaller ring does not help"
         work = f" and {work_bytes} bytes of work memory for its largest parameters" if work_bytes else ""
         return (
             f"The staging ring on {self.device} needs {depth} slots of {slot_bytes} bytes "
             f"({depth * slot_bytes} bytes){work}, but about {free} bytes are free. "
-            f"{advice}; one slot of 128 elements always works, slowly."
+            f"{advice}."
         )
 
     def rotate(self, used: int) -> None:

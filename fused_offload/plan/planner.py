@@ -73,7 +73,7 @@ class StepPlan:
             in order.
         work: work memory of those operations on each device.
         derived: what `stream` computes from the plan and keeps with it: a `DevicePlan` per CUDA
-            device, and the work memory on the CPU.
+            device.
     """
 
     chunks_on: dict[torch.device, list[Chunk]]

@@ -158,6 +158,11 @@ class MuonRule:
     def check_new_group(self, group: Mapping[str, Any]) -> None:
         """`check_group`, and raises for options of other optimizers that a group turns on."""
         refuse_options(group, "FusedOffloadMuon", MUON_ARGUMENTS)
+        if not group.get("use_muon", True):
+            raise ValueError(
+                "got a group with use_muon=False, but FusedOffloadMuon orthogonalises all of its groups. Give this one "
+                "to a FusedOffloadAdam, which shares the staging memory."
+            )
         self.check_group(group)
 
     def check_param(self, param: torch.Tensor) -> None:
@@ -189,7 +194,16 @@ class MuonRule:
         )
 
     def check_saved_group(self, saved: Mapping[str, Any], index: int) -> None:
-        """Refuses maximisation."""
+        """Refuses maximisation, groups without Muon, and SGD, whose momentum is a sum of gradients."""
+        if "dampening" in saved:
+            raise ValueError(
+                f"loaded state dict is of torch.optim.SGD (it has dampening in group {index}): its momentum_buffer is "
+                "a sum of gradients, not their average. Load the parameters alone, and start with an empty momentum."
+            )
+        if not saved.get("use_muon", True):
+            raise ValueError(
+                f"loaded state dict has use_muon=False in group {index}; load that group into a FusedOffloadAdam"
+            )
         if saved.get("maximize"):
             raise ValueError(f"loaded state dict was trained with maximize=True in group {index}; it is not supported")
 

@@ -16,7 +16,7 @@ from fused_offload.plan.window_blocks import WindowBlock
 from fused_offload.profiles import profile_files as profiles
 from fused_offload.rules.base import Phase
 from fused_offload.state.layout import Layout
-from fused_offload.stream.cpu_backend import take_work_memory, work_on_cpu
+from fused_offload.stream.cpu_backend import work_on_cpu
 from fused_offload.stream.pipeline import Pipeline, PreparedStep
 from fused_offload.stream.queues import current_queue
 from fused_offload.stream.step_inputs import StepInputs
@@ -25,6 +25,7 @@ from .profiler_ranges import profiler_range
 from .step_report import StepReport, combined, report_of
 
 _CPU = torch.device("cpu")
+_NO_MEMORY = torch.empty(0, dtype=torch.uint8, device=_CPU)
 
 
 class Devices:
@@ -38,6 +39,7 @@ class Devices:
         """Takes no memory yet."""
         self.pipelines: dict[torch.device, Pipeline] = {}
         self._config = config
+        self._cpu_work = _NO_MEMORY
         self._steps = 0
         self._step_is_open = False
         self._reported = 0
@@ -66,7 +68,9 @@ class Devices:
             with torch.cuda.device(device), profiler_range("prepare"):
                 pipeline.queues.begin()
                 prepared.append((pipeline, pipeline.prepare(plan, inputs.on(device))))
-        take_work_memory(plan)
+        needed = plan.work.get(_CPU, WorkMemory()).nbytes
+        if needed > self._cpu_work.numel():
+            self._cpu_work = torch.empty(needed, dtype=torch.uint8, device=_CPU)
         return prepared
 
     def begin_step(self, *, has_more_parts: bool) -> None:
@@ -115,7 +119,7 @@ class Devices:
         """
         if _CPU not in plan.chunks_on:
             return
-        for run in work_on_cpu(plan, inputs.on(_CPU)):
+        for run in work_on_cpu(plan, inputs.on(_CPU), self._cpu_work):
             with profiler_range("cpu_chunk"):
                 run()
 
@@ -225,6 +229,7 @@ class Devices:
         for pipeline in self.pipelines.values():
             pipeline.window.cancel()
             pipeline.queues.release()
+        self._cpu_work = _NO_MEMORY
 
     def close(self) -> None:
         """Waits, and drops the pipelines of all devices."""

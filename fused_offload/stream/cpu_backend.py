@@ -20,24 +20,19 @@ from .step_inputs import StepInputs
 _CPU = torch.device("cpu")
 
 
-def take_work_memory(plan: StepPlan) -> None:
-    """Allocates the work memory of a plan's operations on the CPU; it is kept with the plan."""
-    if _CPU in plan.work and _CPU not in plan.derived:
-        plan.derived[_CPU] = torch.empty(plan.work[_CPU].nbytes, dtype=torch.uint8, device="cpu")
-
-
-def work_on_cpu(plan: StepPlan, inputs: StepInputs) -> Iterator[Callable[[], Any]]:
+def work_on_cpu(plan: StepPlan, inputs: StepInputs, memory: torch.Tensor) -> Iterator[Callable[[], Any]]:
     """The calls that make up a step on the CPU, in order.
 
     Args:
         plan: the step's plan.
         inputs: the step's inputs on the CPU; its parameters are updated in place.
+        memory: work memory of the operations, uint8.
     """
     chunks, operations = plan.chunks_on[_CPU], plan.operations.get(_CPU, [])
     params: dict[int, torch.Tensor] = {}
     beside: dict[int, dict[str, Any]] = {}
     if operations:
-        work, memory = plan.work[_CPU], plan.derived[_CPU]
+        work = plan.work[_CPU]
         for operation, scalar in zip(operations, scalars_of(operations, inputs), strict=True):
             array = array_of(operation, memory, inputs)
             if stand_in_for_params(inputs.rule):

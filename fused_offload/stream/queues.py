@@ -81,7 +81,10 @@ class DeviceQueues:
             torch.cuda.synchronize(self.device)  # [Note: lifetime]
         self.ring.grow(user)
         # The allocator may reuse memory that work on the current stream still reads.
-        self.h2d.wait_stream(torch.cuda.current_stream(self.device))
+        current = torch.cuda.current_stream(self.device)
+        self.h2d.wait_stream(current)
+        if self.ring.work is not None:
+            self.ring.work.written_back = CudaOps(self).record(current)
 
     def release(self) -> None:
         """Waits for the device, then frees the ring's memory."""

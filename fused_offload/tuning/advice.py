@@ -45,8 +45,9 @@ def advice(
         if not small(memory):
             gpu, host = f"{memory.gpu / 1e9:.3f} GB on the GPU", f"{memory.node / 1e9:.3f} GB on the host"
             return [f"{begin} {flags} would fit: {gpu}, {host}."]
+    sharded = "" if training.largest_matrix is not None else ", or --data-parallel with --shard-params"
     more = {
-        "GPU": "share the model between more GPUs (--model-parallel, or --data-parallel with --shard-params)",
+        "GPU": f"share the model between more GPUs (--model-parallel{sharded})",
         "host": "spread the state over more hosts (--data-parallel)",
     }
     return [f"{begin} Nothing that was tried fits: {', and '.join(more[what] for what in too_small)}."]
@@ -83,7 +84,7 @@ def _changes(training: Training, *, knows_gpu: bool, knows_host: bool) -> Iterat
 
 def _on_host(training: Training) -> Iterator[tuple[str, Training]]:
     """Parameters and gradients on the host, if the passes leave them there."""
-    if not (training.params_on_host or training.in_backward):
+    if not (training.params_on_host or training.in_backward or training.largest_matrix is not None):
         flags = "--shard-params " if training.data_parallel > 1 and not training.shard_params else ""
         without = _offloaded(training, window_bytes=0, fraction=1.0)
         yield f"{flags}--params-on-host", dataclasses.replace(without, params_on_host=True, shard_params=True)
@@ -94,7 +95,7 @@ def _of_placement(training: Training) -> Iterator[tuple[str, Training]]:
         yield "--window-bytes 0", _offloaded(training, window_bytes=0)
     if training.offload.fraction < 1:
         yield "--fraction 1", _offloaded(training, fraction=1.0)
-    if training.data_parallel > 1 and not training.shard_params:
+    if training.data_parallel > 1 and not training.shard_params and training.largest_matrix is None:
         yield "--shard-params", dataclasses.replace(training, shard_params=True)
 
 

@@ -25,7 +25,7 @@ from fused_offload.rules.adam_arguments import EXP_AVG_SQ_FORMATS
 from fused_offload.rules.arguments import EXP_AVG_FORMATS, MASTER_FORMATS
 from fused_offload.rules.base import MASTER_PARAM
 from fused_offload.rules.muon import MOMENTUM_FORMATS, MuonRule
-from fused_offload.state.layout import ALIGNMENT, GRAD, PARAM, Layout, align, extent_place, slot_bytes
+from fused_offload.state.layout import ALIGNMENT, GRAD, PARAM, Layout, align, chunk_numel, extent_place, slot_bytes
 
 from .cli_choices import DTYPES, MOMENT_DTYPES
 
@@ -80,6 +80,8 @@ class Training:
             self._check_params_on_host()
         if self.largest_matrix is not None and (self.in_backward or self.offload.window_bytes != 0):
             raise ValueError("Muon steps behind the backward pass and without a window: leave both out")
+        if self.largest_matrix is not None and self.shard_params:
+            raise ValueError("Muon steps whole matrices, not the parts that FSDP leaves on a rank; leave sharding out")
         if self.largest_matrix is not None and STORED_DTYPES[self.exp_avg] not in MOMENTUM_FORMATS:
             raise ValueError(f"Muon keeps its momentum in fp32 or bf16, not in {self.exp_avg}")
         if self.in_backward and self.offload.window_bytes != 0:
@@ -246,7 +248,7 @@ def memory_of(param_numel: int, training: Training) -> Memory:
         grads=min(PART_BYTES, grads) if training.in_backward else grads,
         resident_state=_extent_bytes(layout, align(max(0, shard_numel - offloaded))),
         ring=_ring_bytes(layout, offloaded, training),
-        work=_work_bytes(training),
+        work=_work_bytes(layout, shard_numel, training),
         window=window,
         other=training.other_gpu_bytes,
         host_state=host,
@@ -275,12 +277,15 @@ def _ring_bytes(layout: Layout, numel: int, training: Training) -> int:
     return depth * RingNeed(depth, largest).aligned_slot_bytes
 
 
-def _work_bytes(training: Training) -> int:
-    """Bytes of the arrays of two matrices and of the scratch of one operation."""
+def _work_bytes(layout: Layout, numel: int, training: Training) -> int:
+    """Bytes of the arrays of two matrices, or of small ones that fill two chunks, and of one operation's scratch."""
     if training.largest_matrix is None:
         return 0
     matrix = torch.empty(training.largest_matrix, device="meta")
-    return 4 * matrix.numel() + newton_schulz.scratch_bytes(matrix)
+    chunk_bytes = streaming_of(training.offload, torch.device("cpu"), layout.state_bytes(numel)).chunk_bytes
+    most = chunk_numel(chunk_bytes, max(layout.only(phase.keys).alignment_bytes for phase in MuonRule.phases))
+    together = max(1, min(most, numel) // matrix.numel()) * matrix.numel()
+    return 4 * together + newton_schulz.scratch_bytes(matrix)
 
 
 @dataclass(frozen=True)
