@@ -29,6 +29,13 @@ REPLACED_METHODS = (
     "step_with_ready_grads",
 )
 """Methods of DistributedOptimizer that are replaced when a FusedOffloadAdam is inside."""
+CASTING_METHODS = (
+    "_build_model_and_main_param_groups",
+    "_copy_main_params_to_model_params",
+    "_get_fp8_params_and_shard_fp32_from_fp8",
+)
+"""Methods of DistributedOptimizer by which quantised parameters get their masters' values. Where
+they are missing, such masters stay Megatron's."""
 _NEEDED_METHODS = (
     *REPLACED_METHODS,
     "_get_model_param_range_map",
@@ -69,6 +76,13 @@ class MegatronApi(NamedTuple):
     def adam_holders(self) -> list[ModuleType]:
         """Modules with a global ``Adam``, used to build optimizers and in ``isinstance`` checks."""
         return [self.package, self.distrib]
+
+    @property
+    def casts_shards(self) -> bool:
+        """True if this release has the functions that cast masters into quantised parameters."""
+        return hasattr(self.distrib, "quantize_param_shard") and all(
+            hasattr(self.distrib.DistributedOptimizer, name) for name in CASTING_METHODS
+        )
 
     @property
     def uses_te(self) -> bool:

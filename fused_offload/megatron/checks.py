@@ -6,13 +6,12 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from fused_offload.params.dense import has_own_memory
-from fused_offload.params.dtensors import local_of
 from fused_offload.rules.adam_arguments import check_modes, moment_formats
 from fused_offload.rules.arguments import MASTER_FORMATS, check_master_dtype
 
 from .fsdp import uses_fsdp
 from .options import takes_hybrid_place
+from .quantised_shards import owns_quantised, quantised_names
 
 _OTHER_OFFLOADERS = ("chunked_optimizer_state_offload", "offload_optimizer_states")
 
@@ -72,8 +71,6 @@ def check_model(config: Any, model_chunks: Sequence[Any]) -> None:
             )
         if uses_fsdp([chunk]):
             _check_fsdp(config, chunk.ddp_config)
-        elif config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
-            _refuse_quantised(chunk)
         model_config = getattr(chunk, "config", None)
         if getattr(model_config, "qk_clip", False) and config.use_precision_aware_optimizer_no_fp8_or_ds_fp8:
             raise ValueError(
@@ -82,18 +79,24 @@ def check_model(config: Any, model_chunks: Sequence[Any]) -> None:
             )
 
 
-def _refuse_quantised(chunk: Any) -> None:
-    """Refuses quantised parameters of an optimizer that owns the masters: it cannot write them."""
-    for name, param in chunk.named_parameters():
-        local = local_of(param)
-        if param.requires_grad and not has_own_memory(local):
-            raise ValueError(
-                f"{name} is a {type(local).__name__}, which FusedOffloadAdam cannot write. With a precision-aware "
-                "optimizer it would have to, since the master weights are its own: those of parameters in FP8 are "
-                "Megatron's only with --fp8-recipe blockwise, tensorwise or mxfp8 and without "
-                "--optimizer-cpu-offload. Change that, or leave --use-precision-aware-optimizer or "
-                "--fp8-param-gather out."
-            )
+def check_quantised(config: Any, model_chunks: Sequence[Any]) -> None:
+    """Refuses quantised parameters that nobody would write: the optimizer owns the masters.
+
+    Args:
+        config: Megatron's OptimizerConfig, after `own_masters`.
+        model_chunks: the wrapped model.
+
+    Raises:
+        ValueError: for such a parameter; the message says what to change.
+    """
+    if not config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 or owns_quantised(config):
+        return
+    for name, kind in (found for chunk in model_chunks for found in quantised_names(chunk)):
+        raise ValueError(
+            f"{name} is a {kind}, and with a precision-aware optimizer its master weights are FusedOffloadAdam's. "
+            "Megatron writes such parameters from them with --fp8-param-gather, and without "
+            "--reuse-grad-buf-for-mxfp8-param-ag. Change that, or leave --use-precision-aware-optimizer out."
+        )
 
 
 def _check_fsdp(config: Any, ddp_config: Any) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fused_offload.params.dense import has_own_memory
 from fused_offload.rules.arguments import checked_step
 
 from .adam import MegatronAdam, inner_of
@@ -15,6 +16,7 @@ from .api_probe import REPLACED_METHODS, MegatronApi
 from .bucket_padding import insert_bucket_padding, slices_unpadded_buffers
 from .legacy_format import check_on_first_rank
 from .param_checkpoint import check_values, read_values, refresh_megatrons_master, write_master, write_values
+from .quantised_shards import QuantisedShards
 from .refusal import refusal, tensors_in
 from .remainders import holds_remainders
 from .shards import Shards
@@ -42,9 +44,12 @@ class DistributedHooks:
         self._loaded: list[tuple[torch.Tensor, dict[str, Any]]] | None = None  # within a load
         self._gathers_for_slicing = False
         self.shards = Shards(distributed)
+        self._quantised = QuantisedShards(distributed, self.inner, api)
         for name in REPLACED_METHODS:
             self._stock[name] = getattr(distributed, name)
             setattr(distributed, name, getattr(self, name))
+        if self._quantised:
+            distributed._copy_main_params_to_model_params = self._quantised.cast
 
     @property
     def inner(self) -> MegatronAdam:
@@ -56,7 +61,11 @@ class DistributedHooks:
     def step_with_ready_grads(self) -> bool:
         """Steps the live model parameters, also after they were moved."""
         self.shards.follow_model_params()
-        return bool(self._stock["step_with_ready_grads"]())
+        self._quantised.take_memory()
+        try:
+            return bool(self._stock["step_with_ready_grads"]())
+        finally:
+            self._quantised.release_memory()
 
     def prepare_grads(self) -> bool:
         """Hands the gradients to the inner optimizer, also after shards were replaced."""
@@ -89,7 +98,7 @@ class DistributedHooks:
 
     def _set_main_param_and_optimizer_states(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
         param = self.shards.of(model_param).param
-        if self._masters_are_remainders and param.dtype == torch.bfloat16:
+        if self._masters_are_remainders and param.dtype == torch.bfloat16 and has_own_memory(param):
             tensors = {**tensors, "param": tensors["param"].to(torch.int16)}
         check_values(self.inner, param, tensors)
         if self._loaded is None:

@@ -12,10 +12,11 @@ from .adam import MegatronAdam
 from .adaptation import adapt
 from .announcement import announce, announce_muon, announce_stock
 from .api_probe import MegatronApi, UnknownApiError, find_api
-from .checks import check_config, check_model, warn_if_copies_drift, warn_if_nothing_moves
+from .checks import check_config, check_model, check_quantised, warn_if_copies_drift, warn_if_nothing_moves
 from .fsdp import take_flags, uses_fsdp
 from .muon import counts_of, muon_in_place
 from .options import remember_remainders, restore_remainders, takes_hybrid_place
+from .quantised_shards import own_masters, with_stand_ins
 from .replacements import FusedAdamPlaceAdam, Settings, building, hybrid_place, methods_that_name
 from .step_log import log_steps
 from .te_check import warn_where_bits_differ
@@ -75,6 +76,11 @@ class Installation:
             self.replace(api.package, _EMERGING_FACTORY, _wrapped_emerging(emerging, self))
         chain = api.package.ChainedOptimizer
         self.replace(chain, "__init__", _wrapped_chain(chain.__init__, api, self))
+        if api.casts_shards:
+            distributed, name = api.distrib.DistributedOptimizer, "_build_model_and_main_param_groups"
+            groups = vars(distributed)[name]  # not the bound method, which getattr gives
+            self.replaced.append((distributed, name, groups))
+            setattr(distributed, name, with_stand_ins(groups.__func__, api))
         post_init = api.config.__post_init__
         self.replace(api.config, "__post_init__", _wrapped_post_init(post_init, api))
 
@@ -117,7 +123,11 @@ def _wrapped_factory(factory: Callable[..., Any], api: MegatronApi, installation
             return factory(config, model_chunks, *args, **kwargs)
         check_config(config)  # fields may have been set since the configuration was made
         # Releases up to 0.17 pass a Megatron-FSDP chunk outside of a list.
-        check_model(config, model_chunks if isinstance(model_chunks, (list, tuple)) else [model_chunks])
+        chunks = model_chunks if isinstance(model_chunks, (list, tuple)) else [model_chunks]
+        check_model(config, chunks)
+        if config.use_precision_aware_optimizer and not uses_fsdp(chunks):
+            own_masters(config, chunks, api)
+            check_quantised(config, chunks)
         if not takes_hybrid_place(config) and (installation.settings.numerics or "te") == "te":
             warn_where_bits_differ()
         with building(config, installation.settings):

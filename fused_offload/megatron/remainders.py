@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .adam import inner_of
+from .quantised_shards import is_quantised_param
 from .shards import Shards
 
 _INT16 = torch.iinfo(torch.int16)
@@ -74,7 +75,7 @@ def _loaded_shards(distributed: Any, shards: Shards, state: Any) -> Iterator[tup
             for bucket, loaded in zip(buckets, state[index][dtype], strict=True):
                 whole = [tensors for tensors in loaded if not tensors["padding"]]
                 for model_param, tensors in zip(bucket["param_map"], whole, strict=False):
-                    if model_param.dtype == torch.bfloat16 and isinstance(tensors.get("param"), torch.Tensor):
+                    if _may_have_remainder(model_param) and isinstance(tensors.get("param"), torch.Tensor):
                         yield tensors["param"], shards.of(model_param).param
 
 
@@ -85,5 +86,10 @@ def _loaded_params(distributed: Any, state: Any) -> Iterator[tuple[torch.Tensor,
         for model_param in buffer.param_index_map:
             values = state[index].get("param", state[index].get("fp32_param"))
             index += 1
-            if model_param.dtype == torch.bfloat16 and isinstance(values, torch.Tensor):
+            if _may_have_remainder(model_param) and isinstance(values, torch.Tensor):
                 yield values, model_param
+
+
+def _may_have_remainder(model_param: torch.Tensor) -> bool:
+    """True for bfloat16 parameters; quantised ones say that they are, and have whole masters."""
+    return model_param.dtype == torch.bfloat16 and not is_quantised_param(model_param)

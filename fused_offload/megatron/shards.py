@@ -103,4 +103,4 @@ def _zipped(
     for model_group, group in zip(model_groups, groups, strict=True):
         for model_param, param in zip(model_group, group, strict=True):
             if param is not None:  # quantised parameters have no shard
-                yield model_param, param, aliases
+                yield model_param, param, aliases and has_own_memory(param)

@@ -1,5 +1,5 @@
 """Parameters of a class that stands for other tensors, as TransformerEngine's in FP8, with
-Megatron's own masters.
+Megatron's own masters and with the optimizer's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from registry import Context, Phase, scenario
 
 ITERATIONS = 4
 _MEGATRONS_MASTERS = (("use_precision_aware_optimizer", False), ("fp8_recipe", "blockwise"))
+_OUR_MASTERS = (("store_param_remainders", False),)
+RECIPES = ("delayed", "tensorwise", "blockwise")
 
 
 def quantised(values: torch.Tensor) -> torch.Tensor:
@@ -43,9 +45,18 @@ class QuantisedLike(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def _write_shards(params: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], *others: Any) -> None:
-    for param, master, start in zip(params, masters, starts, strict=True):
-        if master is not None:  # nothing of it belongs to this rank
+def _write_shards(
+    params: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], group: Any, *others: Any
+) -> None:
+    """Ranks agree on the largest magnitude of every parameter, also on those without a part of it."""
+    amaxes = torch.zeros(len(params))
+    for index, master in enumerate(masters):
+        if master is not None:  # something of it belongs to this rank
+            amaxes[index] = master.bfloat16().float().abs().max()
+    torch.distributed.all_reduce(amaxes, torch.distributed.ReduceOp.MAX, group=group)
+    for param, master, start, amax in zip(params, masters, starts, amaxes, strict=True):
+        param._amax = amax.reshape(1).clone()
+        if master is not None:
             param._data.view(-1)[start : start + master.numel()] = quantised(master)
 
 
@@ -172,19 +183,122 @@ def _reloaded(context: Context) -> dict[str, list[tuple[bool, torch.Tensor, torc
 
 
 def _refused(context: Context) -> dict[str, str]:
-    """Error messages where the optimizer owns the masters, in both places."""
+    """Error messages where the optimizer owns the masters and nobody writes the parameters."""
     messages = {}
     for name, optimizer, config in (
         ("hybrid place", "ours", (("fp8_recipe", "blockwise"),)),
         ("FusedAdam's place", "ours as FusedAdam", (("fp8_recipe", "delayed"),)),
     ):
         with quantised_models(), te_branches() if optimizer != "ours" else contextlib.nullcontext():
-            spec = JobSpec(optimizer, config=config)
+            spec = JobSpec(optimizer, config=(*config, ("reuse_grad_buf_for_mxfp8_param_ag", True)))
             try:
                 build_optimizer(spec, build_model(spec))
             except ValueError as error:
                 messages[name] = str(error)
     return messages
+
+
+def _owned(context: Context) -> dict[str, Any]:
+    """Masters in host memory beside quantised parameters: each recipe and place, and Megatron's own
+    masters.
+    """
+    results = {}
+    cases: list[tuple[str, str, float, Any]] = [("Megatron's", "ours", 1.0, _MEGATRONS_MASTERS)]
+    for recipe in RECIPES:
+        config = (*_OUR_MASTERS, ("fp8_recipe", recipe))
+        cases.append((f"{recipe}, hybrid place", "ours", 1.0, config))
+        cases.append((f"{recipe}, FusedAdam's place", "ours as FusedAdam", 1.0, config))
+    cases.append(("resident", "ours", 0.0, cases[1][3]))
+    cases.append(("half", "ours", 0.5, cases[1][3]))
+    for name, optimizer, fraction, config in cases:
+        place = te_branches() if optimizer == "ours as FusedAdam" else contextlib.nullcontext()
+        with quantised_models(), place:
+            job = Job(JobSpec(optimizer, fraction=fraction, chunk_bytes=8000, lr=1e-3, config=config))
+            log = job.train(ITERATIONS)
+            inner = job.optimizer.chained_optimizers[0].optimizer
+            results[name] = {
+                "losses": [step.loss for step in log],
+                **job.snapshot(),
+                "bytes": _bytes_of(job),
+                "owns": inner.master_weights,
+                "held": [shard.param.rounded is None for shard in job.shards() if hasattr(shard.param, "rounded")],
+            }
+    return results
+
+
+def _bytes_of(job: Job) -> dict[str, torch.Tensor]:
+    params = job.model.module.named_parameters()
+    matrices = {name: param for name, param in params if isinstance(param, QuantisedLike)}
+    amaxes = {f"{name} amax": param._amax.clone() for name, param in matrices.items()}
+    return {**{name: param._data.clone() for name, param in matrices.items()}, **amaxes}
+
+
+def _owned_beside_recipes(context: Context) -> dict[str, tuple[bool, bool]]:
+    """16-bit parameters and a recipe: whether the optimizer has masters, and whether Megatron has
+    any.
+    """
+    results = {}
+    for recipe in RECIPES:
+        with te_branches():
+            job = Job(JobSpec("ours as FusedAdam", config=(("fp8_recipe", recipe),)))
+            job.train(1)
+            [optimizer] = job.optimizer.chained_optimizers
+            groups = optimizer.shard_fp32_from_float16_groups
+            results[recipe] = (
+                optimizer.optimizer.master_weights,
+                any(master is not None for group in groups for master in group),
+            )
+    return results
+
+
+def _owned_resumed(context: Context) -> dict[str, Any]:
+    """A run that saved and one that loaded, each from and into masters of either owner."""
+    from megatron.core import dist_checkpointing
+
+    results = {}
+    ours = (*_OUR_MASTERS, ("fp8_recipe", "blockwise"))
+    for kind in FORMATS[:2]:
+        for name, saving, loading in (
+            ("ours to ours", ours, ours),
+            ("Megatron's to ours", _MEGATRONS_MASTERS, ours),
+            ("ours to Megatron's", ours, _MEGATRONS_MASTERS),
+        ):
+            directory = context.directory / f"owned, {kind}, {name}"
+            with quantised_models():
+                layout = Layout(bucket_size=SEVERAL_BUCKETS)
+                job = Job(JobSpec(layout=layout, lr=1e-3, config=saving))
+                other = Job(JobSpec(layout=layout, lr=1e-3, config=loading, seed=2))
+                job.train(2)
+                if job.rank == 0:
+                    directory.mkdir()
+                torch.distributed.barrier()
+                dist_checkpointing.save(_optimizer_state(job, kind, is_loading=False), str(directory))
+                torch.distributed.barrier()
+                need_reading()
+                loaded = dist_checkpointing.load(_optimizer_state(other, kind, is_loading=True), str(directory))
+                other.optimizer.load_state_dict(loaded["optimizer"])
+                _take_weights(other, job)
+                other.scheduler.load_state_dict(job.scheduler.state_dict())
+                other.iteration = job.iteration
+                results[f"{kind}, {name}"] = [
+                    {"log": run.train(2), **run.snapshot(), "bytes": _bytes_of(run)} for run in (job, other)
+                ]
+    return results
+
+
+def _written_anew(context: Context) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Parameters after a step, and cast again from the masters once they were overwritten."""
+    with quantised_models():
+        job = Job(JobSpec(lr=1e-3, config=(*_OUR_MASTERS, ("fp8_recipe", "blockwise"))))
+        job.train(2)
+        before = _bytes_of(job)
+        for param in job.model.parameters():
+            if isinstance(param, QuantisedLike):
+                param._data.zero_()
+        for optimizer in job.optimizer.chained_optimizers:
+            optimizer._copy_main_params_to_model_params()
+        job.model.start_param_sync(force_sync=True)
+        return before, _bytes_of(job)
 
 
 def _left_in_groups(context: Context) -> list[str]:
@@ -203,5 +317,9 @@ def _left_in_groups(context: Context) -> list[str]:
 scenario("quantised parameters train", _train, (Phase.TWO_RANKS,))
 scenario("quantised parameters resumed", _resume, (Phase.TWO_RANKS,))
 scenario("quantised parameters reloaded", _reloaded, (Phase.TWO_RANKS,))
+scenario("quantised parameters owned", _owned)
+scenario("masters beside FP8 recipes", _owned_beside_recipes, (Phase.ONE_RANK,))
+scenario("quantised parameters owned, resumed", _owned_resumed, (Phase.TWO_RANKS,))
+scenario("quantised parameters written anew", _written_anew, (Phase.TWO_RANKS,))
 scenario("quantised parameters refused", _refused, (Phase.ONE_RANK,))
 scenario("quantised parameters left", _left_in_groups, (Phase.ONE_RANK,))

@@ -1,5 +1,4 @@
-"""Parameters in FP8 under Megatron: its own masters are stepped; refused by name where the masters
-are the optimizer's.
+"""Parameters in FP8 under Megatron, with its own masters and with the optimizer's.
 
 With TransformerEngine on a GPU, what is stepped has the bits of its FusedAdam.
 """
@@ -19,7 +18,7 @@ import torch
 from checkpoints import FORMATS
 from comparison import assert_same, whole_state
 from registry import Phase, Results
-from scenarios_fp8 import quantised
+from scenarios_fp8 import RECIPES, quantised
 
 
 @pytest.mark.parametrize("place", ["ours", "ours as FusedAdam"])
@@ -55,12 +54,52 @@ def test_a_resumed_run_goes_on_as_the_one_that_saved(results: Results, kind: str
         assert_same(resumed, saved, f"rank {rank}")
 
 
+OWNED = [f"{recipe}, {place}" for recipe in RECIPES for place in ("hybrid place", "FusedAdam's place")]
+
+
+@pytest.mark.parametrize("phase", [Phase.ONE_RANK, Phase.TWO_RANKS])
+@pytest.mark.parametrize("name", [*OWNED, "resident", "half"])
+def test_masters_of_the_optimizer_give_the_bits_of_megatrons(results: Results, phase: Phase, name: str) -> None:
+    for rank, run in enumerate(results.ranks("quantised parameters owned", phase)):
+        wanted, ours = run["Megatron's"], run[name]
+        assert not wanted["owns"]
+        assert ours["owns"]
+        assert ours["held"]
+        assert all(ours["held"])
+        for part in ("losses", "bytes", "state"):
+            assert_same(ours[part], wanted[part], f"rank {rank}, {part}")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_masters_of_16_bit_parameters_are_the_optimizers_with_every_recipe(results: Results, recipe: str) -> None:
+    [owners] = results.ranks("masters beside FP8 recipes", Phase.ONE_RANK)
+    assert owners[recipe] == (True, False)
+
+
+OWNERS = ["ours to ours", "Megatron's to ours", "ours to Megatron's"]
+
+
+@pytest.mark.parametrize("owners", OWNERS)
+@pytest.mark.parametrize("kind", FORMATS[:2])
+def test_checkpoints_go_from_either_owner_to_the_other(results: Results, kind: str, owners: str) -> None:
+    for rank, run in enumerate(results.ranks("quantised parameters owned, resumed", Phase.TWO_RANKS)):
+        saved, resumed = run[f"{kind}, {owners}"]
+        for part in ("log", "bytes", "state"):
+            assert_same(resumed[part], saved[part], f"rank {rank}, {part}")
+
+
+def test_parameters_are_written_from_the_masters_outside_of_a_step(results: Results) -> None:
+    for rank, (before, after) in enumerate(results.ranks("quantised parameters written anew", Phase.TWO_RANKS)):
+        assert before
+        assert_same(after, before, f"rank {rank}")
+
+
 @pytest.mark.parametrize("place", ["hybrid place", "FusedAdam's place"])
 def test_masters_of_the_optimizer_are_refused(results: Results, place: str) -> None:
     message = results.ranks("quantised parameters refused", Phase.ONE_RANK)[0][place]
     assert "decoder.layers.0" in message
     assert "is a QuantisedLike" in message
-    for flag in ("--fp8-recipe", "--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--fp8-param-gather"):
+    for flag in ("--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag", "--use-precision-aware-optimizer"):
         assert flag in message
 
 
@@ -91,5 +130,5 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.gpu
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs TransformerEngine")
 @pytest.mark.parametrize("name", list(fp8_job.CASES))
-def test_bits_of_fused_adam_or_refused_by_name(outcomes: dict[str, Any], name: str) -> None:
+def test_bits_of_fused_adam(outcomes: dict[str, Any], name: str) -> None:
     assert outcomes[name]["wrong"] == [], outcomes[name]["said"]
