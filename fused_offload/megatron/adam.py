@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from fused_offload.adam import FusedOffloadAdam
 from fused_offload.checkpoint.load import merged_group
 from fused_offload.checkpoint.state_dict import pack
 from fused_offload.checkpoint.torch_dcp import Wanted
+from fused_offload.kernels.formats import Format
 from fused_offload.params.dense import has_own_memory
 from fused_offload.params.dtensors import local_of
 from fused_offload.params.validation import check_params
@@ -112,9 +113,13 @@ class MegatronAdam(FusedOffloadAdam):
             for format in formats_of(param).values()
         )
 
+    def formats_of(self, param: torch.Tensor) -> Mapping[str, Format]:
+        """Stored format of each of a parameter's state keys."""
+        return self._formats()(param)
+
     def keeps_remainder(self, param: torch.Tensor) -> bool:
         """True if the master of a parameter is stored as a 16-bit remainder."""
-        return self._formats()(param)["master_param"].needs_param
+        return self.formats_of(param)["master_param"].needs_param
 
     def planned_formats(self) -> dict[str, str]:
         """Names of the formats of each state key, over all parameters of this rank."""

@@ -25,13 +25,21 @@ def read_values(inner: MegatronAdam, param: torch.Tensor) -> dict[str, torch.Ten
 
     Returns:
         ``"param"``, ``"exp_avg"`` and ``"exp_avg_sq"``, each ``[numel]`` float32. If the stored
-        format is float32 they are live tensors in host memory: saving makes no copy of them, and
-        loading may write to them. Other formats give new tensors. ``"param"`` is the parameter
-        itself if Megatron owns the masters.
+        format is float32 they are live tensors where the state is: saving makes no copy of them in
+        host memory, and loading may write to them. Other formats give new tensors in host memory.
+        ``"param"`` is the parameter itself if Megatron owns the masters.
     """
     inner.initialize_state(param)
     values = {key: inner.get_unscaled_state(param, key) for key in _MOMENTS}
-    values["param"] = _read_master(inner, param) if inner.master_weights else param
+    if inner.master_weights:
+        values["master_param"] = _read_master(inner, param)
+    formats = inner.formats_of(param)
+    # Some writers keep tensors on the GPU from one save to the next, by their names, and would
+    # write those of the first save again. They take tensors in host memory anew.
+    values = {
+        key: value if formats.get(key, FP32).dtype == torch.float32 else value.cpu() for key, value in values.items()
+    }
+    values["param"] = values.pop("master_param", param)
     return values
 
 
