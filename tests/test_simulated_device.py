@@ -400,6 +400,20 @@ def two_phases(device: Device) -> list[Snapshot]:
         return [*seen, device.snapshot(second)]
 
 
+def memory_that_another_stream_took(device: Device) -> list[Snapshot]:
+    """Resident state: no copy stands between the stream that takes the work memory and the step's."""
+    optimizer = Toy(device.params(), offload=OffloadConfig(fraction=0.0))
+    for _ in range(2):  # later steps take no memory for addresses, which would wait for the device
+        device.step(optimizer)
+    device.set_grads(optimizer)
+    other = device.stream()
+    optimizer.release_gpu_memory()
+    optimizer.reserve_gpu_memory()
+    with device.on(other):
+        optimizer.step()
+        return [device.snapshot(optimizer)]
+
+
 def closed(device: Device) -> list[Snapshot]:
     """Optimizers that are closed, or dropped, right behind a step."""
     seen = []
@@ -470,6 +484,7 @@ SCENARIOS: list[Scenario] = [
     in_parts,
     interrupted,
     two_phases,
+    memory_that_another_stream_took,
     closed,
     growing,
     params_on_host,
