@@ -138,6 +138,7 @@ def install() -> None:
         sys.modules[name] = None  # type: ignore[assignment] - where they are installed they need a GPU
     cuda, stream = torch.cuda, _Stream()
     cuda.current_device = lambda: _CPU
+    torch.accelerator.is_available = lambda *args, **kwargs: False  # data loaders page-lock nothing
     cuda.device_count = lambda: 1
     cuda.current_stream = cuda.default_stream = lambda *args: stream
     cuda.Stream, cuda.Event = _Stream, _Event
