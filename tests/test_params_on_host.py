@@ -109,7 +109,11 @@ def assert_same(one: tuple[Snapshot, list[torch.Tensor]], other: tuple[Snapshot,
 
 
 @pytest.mark.parametrize("clip", [None, (0.05, 2.0)], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize(("dtype", "formats"), CASES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "formats"),
+    [case if n % 3 == 0 else pytest.param(*case, marks=pytest.mark.large) for n, case in enumerate(CASES)],
+    ids=str,
+)
 def test_every_format(
     on_host: list[torch.Tensor], dtype: torch.dtype, formats: FormatsCase, clip: tuple[float, float] | None
 ) -> None:

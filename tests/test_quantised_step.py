@@ -213,7 +213,11 @@ WAYS: dict[str, dict[str, Any]] = {
 CASES = list(itertools.product(CLASSES, FORMATS, WAYS, (0.0, 0.5, 1.0)))
 
 
-@pytest.mark.parametrize(("number", "case"), enumerate(CASES), ids=str)
+@pytest.mark.parametrize(
+    ("number", "case"),
+    [(n, case) if n % 5 == 0 else pytest.param(n, case, marks=pytest.mark.large) for n, case in enumerate(CASES)],
+    ids=str,
+)
 def test_any_legal_order_gives_the_same_bits(number: int, case: tuple[str, str, str, float]) -> None:
     kind, formats, way, fraction = case
     scenario = partial(
