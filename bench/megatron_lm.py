@@ -12,6 +12,7 @@ float32 or bfloat16. `hybrid-F` is Megatron's HybridDeviceOptimizer with F perce
 `ours-F-FORMAT-WINDOW` is FusedOffloadAdam.
 
 Times are those between the beginnings of iterations on the GPU, the median of the later half.
+`held_bytes` is the GPU memory that is allocated where the last iteration begins.
 Nothing is waited for between two lines of Megatron's log, as in training.
 """
 
@@ -81,13 +82,14 @@ class Case:
     window: str = "none"
     same_as: str | None = None
 
-    def arguments(self, place: str) -> list[str]:
+    def arguments(self, place: str, *, muon: bool) -> list[str]:
         """Arguments of the script.
 
         Args:
             place: ``"fused-adam"`` or ``"hybrid"``, of ours.
+            muon: whether matrices are Muon's, whose formats Megatron does not let choose.
         """
-        if self.kind == "stock" and self.format == "12B":
+        if muon or (self.kind == "stock" and self.format == "12B"):
             return []
         arguments = ["--use-precision-aware-optimizer"]
         if self.kind == "hybrid" or (self.kind == "ours" and place == "hybrid"):
@@ -140,7 +142,8 @@ def script_arguments(options: argparse.Namespace) -> list[str]:
         *("--train-iters", options.iterations, "--log-interval", options.log_interval, "--log-throughput"),
         *("--lr", 1e-4, "--min-lr", 1e-5, "--lr-decay-style", "constant", "--weight-decay", 0.1, "--clip-grad", 1.0),
         *("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", options.vocab, "--split", "100,0,0"),
-        *("--eval-iters", 0, "--eval-interval", 10**6, "--bf16", "--use-distributed-optimizer"),
+        *("--eval-iters", 0, "--eval-interval", 10**6, "--bf16"),
+        *(("--optimizer", "muon") if options.muon else ("--use-distributed-optimizer",)),
         *("--transformer-impl", options.impl, "--no-gradient-accumulation-fusion"),
         *("--tensor-model-parallel-size", options.tp, "--pipeline-model-parallel-size", options.pp),
     ]
@@ -149,7 +152,7 @@ def script_arguments(options: argparse.Namespace) -> list[str]:
     if options.vpp > 1:
         arguments += ["--num-virtual-stages-per-pipeline-rank", options.vpp]
     if data_parallel > 1:
-        arguments += ["--overlap-grad-reduce", "--overlap-param-gather"]
+        arguments += ["--overlap-grad-reduce", *([] if options.muon else ["--overlap-param-gather"])]
     if options.experts:
         arguments += [
             *("--num-experts", options.experts, "--moe-router-topk", options.top_k),
@@ -180,6 +183,7 @@ def run_case(case: Case, options: argparse.Namespace, profile: Path | None) -> d
         spec = {
             **case.spec(),
             "seen": folder,
+            "muon": options.muon,
             "iterations": options.iterations,
             "log_interval": options.log_interval,
             "profile": None if profile is None else str(profile.resolve()),
@@ -191,7 +195,7 @@ def run_case(case: Case, options: argparse.Namespace, profile: Path | None) -> d
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.gpus)),
             *(str(RANK), str(path), str(options.megatron_lm.resolve() / "pretrain_gpt.py")),
-            *(script_arguments(options) + case.arguments(options.place)),
+            *(script_arguments(options) + case.arguments(options.place, muon=options.muon)),
         ]
         log = _output_of(command, _environment(options), options.seconds)
         ranks = [json.loads(one.read_text()) for one in sorted(Path(folder).glob("*.json"))]
@@ -256,8 +260,9 @@ def what_ranks_saw(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "iterations_ms": times[slowest],
         "losses": losses,
         "grad_norms": ranks[0]["grad_norms"],
+        "weights": [one["weights"] for one in ranks],
     }
-    for name in ("peak_bytes", "peak_reserved_bytes", "host_bytes"):
+    for name in ("peak_bytes", "peak_reserved_bytes", "held_bytes", "host_bytes"):
         if name in ranks[0]:
             record[name] = max(one[name] for one in ranks)
     if ranks[0]["reports"]:
@@ -313,6 +318,7 @@ def compare(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> 
             for values in ("losses", "grad_norms"):
                 digits = equal_digits(record[values], results[same_as][values])
                 record[f"{values}_digits"] = "all" if digits == math.inf else digits
+            record["same_weights"] = record["weights"] == results[same_as]["weights"]
 
 
 def merged(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -346,6 +352,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--log-interval", type=int, default=10, help="iterations between two waits for the GPU")
     parser.add_argument("--impl", choices=("transformer_engine", "local"), default="transformer_engine", help="layers")
     parser.add_argument("--place", choices=("fused-adam", "hybrid"), default="fused-adam", help="of ours in Megatron")
+    parser.add_argument("--muon", action="store_true", help="matrices by Muon, the rest by Adam; stock and ours only")
     parser.add_argument("--deterministic", action="store_true", help="Megatron's --deterministic-mode")
     parser.add_argument("--profile", action="store_true", help="profile two iterations, beside the results file")
     parser.add_argument("--seconds", type=float, default=600, help="limit of a case")
@@ -380,6 +387,10 @@ def check(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
         parser.error(f"--layers {options.layers} should be a multiple of --pp times --vpp")
     if options.experts % options.ep or (options.ep > 1 and not options.experts):
         parser.error(f"--ep {options.ep} should divide --experts, which is {options.experts}")
+    if options.muon:
+        wrong = [name for name in options.cases if name not in ("stock", "ours-100-12B-none")]
+        if wrong:
+            parser.error(f"--muon goes with --cases stock ours-100-12B-none, and not with {wrong[0]}")
     if options.device == "cuda":
         check_device(parser, "cuda")
         if torch.cuda.device_count() < options.gpus:

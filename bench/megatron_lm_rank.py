@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import os
 import runpy
@@ -23,8 +24,10 @@ import torch
 from clock import mark, ms_between
 
 import fused_offload.megatron
-from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload import OffloadConfig
 from fused_offload.megatron.after_import import call_after_import
+from fused_offload.optimizer import OffloadOptimizer
+from fused_offload.params.quantised import plain_values
 
 
 class Watch:
@@ -37,10 +40,12 @@ class Watch:
     def __init__(self, case: dict[str, Any]) -> None:
         self.case = case
         self._device = torch.device("cpu")
+        self._held = 0
         self._begins: list[Any] = []
         self._losses: list[Any] = []
         self._norms: list[Any] = []
         self._reports: list[dict[str, Any]] = []
+        self._model: Any = ()
         self._optimizer: Any = None
         self._profiler: Any = None
 
@@ -53,8 +58,10 @@ class Watch:
         @functools.wraps(train_step)
         def watched(step_func: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             self._device = next(model[0].parameters()).device
-            self._optimizer = optimizer
+            self._model, self._optimizer = model, optimizer
             self._profile()
+            if self._device.type == "cuda":
+                self._held = torch.cuda.memory_allocated(self._device)
             self._begins.append(mark(self._device))
             result = train_step(step_func, data, model, optimizer, *args, **kwargs)
             losses, norm = result[0], result[5]
@@ -66,10 +73,10 @@ class Watch:
         training.train_step = watched
 
     @property
-    def _ours(self) -> list[FusedOffloadAdam]:
+    def _ours(self) -> list[OffloadOptimizer]:
         chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         inner = [getattr(one, "optimizer", None) for one in chained]
-        return [one for one in inner if isinstance(one, FusedOffloadAdam)]
+        return [one for one in inner if isinstance(one, OffloadOptimizer)]
 
     def _report(self) -> list[dict[str, float]]:
         """The latest completed step, summed over optimizers, which step one after the other; empty
@@ -105,11 +112,13 @@ class Watch:
             "losses": [_number(value) for value in self._losses],
             "grad_norms": [_number(value) for value in self._norms],
             "reports": self._reports,
+            "weights": _digest(self._model),
         }
         if self._device.type == "cuda":
             seen |= {
                 "peak_bytes": torch.cuda.max_memory_allocated(self._device),
                 "peak_reserved_bytes": torch.cuda.max_memory_reserved(self._device),
+                "held_bytes": self._held,
             }
         if self._optimizer is not None:
             chained = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
@@ -119,6 +128,15 @@ class Watch:
             seen["host_bytes"] = sum(sum(one.host_bytes.values()) for one in memory)
         path = Path(self.case["seen"]) / f"{os.environ.get('RANK', '0')}.json"
         path.write_text(json.dumps(seen))
+
+
+def _digest(model: Any) -> str:
+    """SHA-256 of the values of this rank's parameters."""
+    digest = hashlib.sha256()
+    for chunk in model:
+        for param in chunk.parameters():
+            digest.update(plain_values(param).contiguous().view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()
 
 
 def _number(value: Any) -> float | None:
@@ -149,7 +167,7 @@ def main() -> None:
     sys.path[0] = str(Path(script).resolve().parent)
     if case["ours"]:
         offload = OffloadConfig(fraction=case["fraction"], window_bytes=case["window_bytes"])
-        fused_offload.megatron.install(offload, log_interval=case["log_interval"])
+        fused_offload.megatron.install(offload, log_interval=case["log_interval"], muon=case["muon"])
     if case["whole_masters"]:
         call_after_import("megatron.core.optimizer", _keep_whole_masters)
     watch = Watch(case)

@@ -91,6 +91,9 @@ def test_cases_run_are_compared_and_shown(program: ModuleType, checkout: Path, t
     assert ours["tokens_per_s"] == pytest.approx(2 * 32 / ours["iteration_ms"] * 1e3)
     # Half of the state, in whole parameters.
     assert 1.5 < ours["host_bytes"] / narrow["host_bytes"] / (12 / 4.0625) < 2
+    assert ours["same_weights"] == (ours["weights"] == stock["weights"])
+    assert len(stock["weights"]) == 1
+    assert "same_weights" not in narrow
     assert stock["said"] == []
     assert any("FusedOffloadAdam in the place of HybridDeviceOptimizer" in line for line in ours["said"])
     assert any("master_param as fp32" in line for line in ours["said"])  # 12 bytes
@@ -117,6 +120,7 @@ def test_a_script_that_fails_is_reported_and_the_others_run(
         (["--tp", "2"], "--gpus 1 should be a multiple of --tp times --pp, 2"),
         (["--vpp", "2"], "--vpp needs --pp 2 or more"),
         (["--ep", "2"], "--ep 2 should divide --experts, which is 0"),
+        (["--muon", "--cases", "stock-6B"], "--muon goes with --cases stock ours-100-12B-none, and not with stock-6B"),
         (["--iterations", "2"], "--iterations should be at least 4"),
         (["--place", "fused-adam", "--cases", "ours-100-6B-auto"], "ours-100-6B-auto needs TransformerEngine"),
         (["--impl", "transformer_engine"], "--impl transformer_engine needs TransformerEngine"),

@@ -1,6 +1,7 @@
-"""A small GPT with parameters in FP8 on one GPU: ours against TransformerEngine's FusedAdam.
+"""A small GPT with parameters in FP8: ours against TransformerEngine's FusedAdam.
 
     python tests/megatron/fp8_job.py [--cases NAME ...] [--json FILE]
+    torchrun --nproc-per-node 2 tests/megatron/fp8_job.py [...]    # data parallel, a batch a rank
 
 For each case the model is trained twice from the same weights. The second run uses its quantised
 parameters in its own forward and backward passes, but is then given the gradients of the first, so
@@ -69,13 +70,13 @@ CASES = {
 
 
 def set_up() -> None:
-    """Process groups of one rank."""
+    """Process groups of all ranks; of one rank without torchrun."""
     from megatron.core import parallel_state
 
     for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
         os.environ.setdefault(name, value)
     os.environ.setdefault("MASTER_PORT", "29517")
-    torch.cuda.set_device(0)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl")
     parallel_state.initialize_model_parallel()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -135,7 +136,7 @@ def build_optimizer(case: Case, model: Any) -> Any:
 
 def backward(model: Any, iteration: int) -> float:
     """Leaves one batch's gradients in the model's buffers; the loss."""
-    generator = torch.Generator().manual_seed(iteration)
+    generator = torch.Generator().manual_seed(1000 * torch.distributed.get_rank() + iteration)
     tokens = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE + 1), generator=generator).cuda()
     positions = torch.arange(SEQUENCE, device="cuda").expand(BATCH, SEQUENCE).contiguous()
     future = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool, device="cuda").triu(1)
