@@ -873,7 +873,7 @@ def test_a_damaged_package_is_named(package: str, command: str, tmp_path: Path) 
 def test_a_missing_package_is_named_and_an_error_of_our_own_is_not_hidden(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("plan_command", "output"):
+    for name in ("plan_command", "plan_arguments", "plan_output", "prediction", "advice", "output"):
         monkeypatch.delitem(sys.modules, f"fused_offload.tuning.{name}", raising=False)
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "rich.console", None)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .budget import Memory, Training, fits_into, memory_of
+from .output import gb
 
 _FRACTIONS = tuple(percent / 100 for percent in range(95, -1, -5))
 
@@ -43,8 +44,7 @@ def advice(
     for flags, changed in _changes(training, knows_gpu=gpu_bytes is not None, knows_host=node_bytes is not None):
         memory = needed(changed)
         if not small(memory):
-            gpu, host = f"{memory.gpu / 1e9:.3f} GB on the GPU", f"{memory.node / 1e9:.3f} GB on the host"
-            return [f"{begin} {flags} would fit: {gpu}, {host}."]
+            return [f"{begin} {flags} would fit: {gb(memory.gpu)} on the GPU, {gb(memory.node)} on the host."]
     sharded = "" if training.largest_matrix is not None else ", or --data-parallel with --shard-params"
     more = {
         "GPU": f"share the model between more GPUs (--model-parallel{sharded})",

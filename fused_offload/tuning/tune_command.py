@@ -29,7 +29,7 @@ from fused_offload.profiles.units import MIB
 from . import measure
 from .candidates import Timed, chosen, gigabytes
 from .measure import Swept, Tuning
-from .output import new_console
+from .output import new_console, print_line
 
 _SECONDS_BETWEEN_DRAWINGS = 0.2
 _PICTURES = (".png", ".svg", ".pdf")  # formats that matplotlib writes by itself
@@ -213,7 +213,7 @@ def show(tuning: Tuning, path: Any = None) -> None:
     """Prints tables, choices and reasons."""
     console = new_console()
     key = tuning.profile.key
-    console.print(f"{key.gpu}, link {key.link}; {key.host}", highlight=False, markup=False, soft_wrap=True)
+    print_line(console, f"{key.gpu}, link {key.link}; {key.host}")
     link = Table(title="The link, GB/s", title_justify="left")
     for column in ("MiB a copy", "host to device", "device to host", "each way, both at once"):
         link.add_column(column, justify="right")
@@ -221,23 +221,20 @@ def show(tuning: Tuning, path: Any = None) -> None:
         link.add_row(str(rate.copy_mib), *(f"{value:.1f}" for value in rate[1:]))
     console.print(link)
     for text in _shared_link(tuning):
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        print_line(console, text)
     for swept in tuning.swept:
         console.print(_steps_table(swept))
-        console.print(f"Chosen: {swept.choice.why}.", highlight=False, markup=False, soft_wrap=True)
+        print_line(console, f"Chosen: {swept.choice.why}.")
     if tuning.kernel_ms is not None:
         numel = tuning.swept[-1].param_numel
-        console.print(
-            f"With all state on the GPU a step of {numel:,} parameters takes {tuning.kernel_ms:.2f} ms.",
-            highlight=False,
-            soft_wrap=True,
-        )
+        step = f"a step of {numel:,} parameters takes {tuning.kernel_ms:.2f} ms"
+        print_line(console, f"With all state on the GPU {step}.")
     kept = (
         "No profile was kept."
         if path is None
         else f'Kept as {profiles.shown(path)}; OffloadConfig\'s "auto" takes it from now on.'
     )
-    console.print(f"{kept} {tuning.seconds:.0f} s.", highlight=False, markup=False, soft_wrap=True)
+    print_line(console, f"{kept} {tuning.seconds:.0f} s.")
 
 
 def _shared_link(tuning: Tuning) -> Iterator[str]:
