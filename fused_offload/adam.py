@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from fused_offload.rules.adam import AdamRule
-from fused_offload.rules.adam_arguments import ADAM_ARGUMENTS, check_modes, check_numerics
+from fused_offload.rules.adam import ADAM_ARGUMENTS, AdamRule, check_modes, check_numerics
 from fused_offload.rules.arguments import (
     check_rounding,
     check_switches,

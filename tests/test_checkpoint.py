@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.adam.reference import AdamState, adam_scalars, adam_step_
 from fused_offload.kernels.formats import FP16, SCALE_GROUP, Format, Stored, decode, encode_
-from fused_offload.rules.adam_arguments import EXP_AVG_SQ_FORMATS
+from fused_offload.rules.adam import EXP_AVG_SQ_FORMATS
 from fused_offload.rules.arguments import EXP_AVG_FORMATS
 from fused_offload.state.entry import StateEntry
 

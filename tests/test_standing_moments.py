@@ -12,7 +12,7 @@ import torch
 
 from fused_offload import FusedOffloadAdam
 from fused_offload.kernels.formats import SCALE_GROUP, Stored, decode, encode_
-from fused_offload.rules.adam_arguments import moment_formats
+from fused_offload.rules.adam import moment_formats
 from fused_offload.rules.arguments import standing_average
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.uint8)

@@ -19,7 +19,7 @@ from fused_offload.kernels.formats import BF16, FP32, REMAINDER, Format, Stored,
 from fused_offload.kernels.reference import load_params, round_fp32, store_params_
 from fused_offload.optimizer import OffloadOptimizer
 from fused_offload.params.dense import flat
-from fused_offload.rules.base import MASTER_PARAM, Phase, WholeOperation
+from fused_offload.rules.base import MASTER_PARAM, Phase, UpdateRule, WholeOperation
 
 PARTS = 5
 """Pieces of work of the operation."""
@@ -122,17 +122,14 @@ def no_launch(*_: Any) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ToyRule:
+class ToyRule(UpdateRule):
     """The rule."""
 
     momentum_format: Format = FP32
 
-    numerics: ClassVar[str] = "ieee"
     keys: ClassVar[tuple[str, ...]] = ("momentum",)
-    nonnegative: ClassVar[frozenset[str]] = frozenset()
     settings: ClassVar[tuple[str, ...]] = ("lr", "decay")
     foreign_settings: ClassVar[frozenset[str]] = frozenset()
-    counts_steps: ClassVar[bool] = True
     phases: ClassVar[tuple[Phase, ...]] = (
         Phase(frozenset({"momentum"}), frozenset({"momentum"}), first_phase, nothing, no_launch, OPERATION),
         Phase(frozenset({MASTER_PARAM}), frozenset({MASTER_PARAM}), second_phase, nothing, no_launch),
@@ -154,29 +151,11 @@ class ToyRule:
     def group_warning(self, group: Mapping[str, Any]) -> str | None:
         return None
 
-    def check_saved_group(self, saved: Mapping[str, Any], index: int) -> None:
-        pass
-
-    def load_warnings(self, saved_groups: Sequence[Mapping[str, Any]]) -> list[str]:
-        return []
-
-    def torch_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        return dict(group)
-
-    def catch_up_factors(self, group: Mapping[str, Any], count: int | None) -> dict[str, float]:
-        return {}
-
     def bind(self, stored: Mapping[str, Stored], initial: Set[str]) -> State:
         return State(stored.get("momentum"), stored.get(MASTER_PARAM), "momentum" in initial, MASTER_PARAM in initial)
 
     def step_values(self, group: Mapping[str, Any], step: int) -> Values:
         return Values(round_fp32(group["lr"]), round_fp32(group["decay"]), step)
-
-    def skip_rows(self, group: Mapping[str, Any], step: int, pending: int) -> list[tuple[float, ...]]:
-        return [(0.0,)] * (pending + 1)
-
-    def values_on(self, values: Values, device: torch.device) -> Values:
-        return values
 
     def compiled_values(self, values: Values) -> tuple[Any, ...]:
         return ()

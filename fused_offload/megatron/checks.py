@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from fused_offload.rules.adam_arguments import check_modes, moment_formats
+from fused_offload.rules.adam import check_modes, moment_formats
 from fused_offload.rules.arguments import MASTER_FORMATS, check_master_dtype
 
 from .fsdp import uses_fsdp

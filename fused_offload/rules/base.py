@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
 from fused_offload.kernels.formats import Format, Stored
 
+from .arguments import lr_on
+
 MASTER_PARAM = "master_param"
 """State key of the master weights, which the engine keeps for every rule."""
+
+NOT_SUPPORTED = "loaded state dict was trained with {}=True in group {}; it is not supported"
+"""Error for a saved group, with the name of the setting and the group's index."""
 
 
 class BoundState(Protocol):
@@ -134,52 +139,37 @@ def why_not_quantised(param: torch.Tensor, formats: Mapping[str, Format], rule: 
 class UpdateRule(Protocol):
     """The arithmetic of one optimizer; nothing in it changes during a step.
 
+    Rules inherit from this class. Methods with a body are the common case: nothing depends on the
+    number of the step, and the groups of torch's optimizer have no such number.
+
     ``values``, the values of a step, is a record that each rule defines: the hyperparameters of one
-    group, rounded as the kernel takes them.
+    group, rounded as the kernel takes them; ``lr`` is one of its fields.
 
     Attributes:
         keys: state keys in the order of storage, without `MASTER_PARAM`. Their values start at
             zero.
-        formats: stored format of each of ``keys`` for new parameters.
         nonnegative: keys of averages of squares, which callers must not set to negative values.
         settings: names of a group's hyperparameters.
         foreign_settings: settings of torch's optimizer that are dropped from loaded groups.
-        numerics: name of the numerics that kernels are compiled for.
         counts_steps: True if torch's optimizer keeps a step count in each parameter's state.
         phases: passes over the state, in order: one, or two with an operation between them.
     """
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """State keys."""
+    keys: ClassVar[tuple[str, ...]]
+    nonnegative: ClassVar[frozenset[str]] = frozenset()
+    settings: ClassVar[tuple[str, ...]]
+    foreign_settings: ClassVar[frozenset[str]]
+    counts_steps: ClassVar[bool] = True
+    phases: ClassVar[tuple[Phase, ...]]
 
     @property
     def formats(self) -> Mapping[str, Format]:
-        """Stored formats."""
-
-    @property
-    def nonnegative(self) -> frozenset[str]:
-        """Keys of averages of squares."""
-
-    @property
-    def settings(self) -> tuple[str, ...]:
-        """Hyperparameters of a group."""
-
-    @property
-    def foreign_settings(self) -> frozenset[str]:
-        """Settings of torch's optimizer that are dropped from loaded groups."""
+        """Stored format of each of ``keys`` for new parameters."""
 
     @property
     def numerics(self) -> str:
-        """Name of the numerics."""
-
-    @property
-    def counts_steps(self) -> bool:
-        """True if torch's optimizer keeps a step count in each parameter's state."""
-
-    @property
-    def phases(self) -> tuple[Phase, ...]:
-        """Passes over the state."""
+        """Name of the numerics that kernels are compiled for."""
+        return "ieee"
 
     def check_param(self, param: torch.Tensor) -> None:
         """Raises RuntimeError or ValueError for a parameter that this rule cannot step."""
@@ -205,15 +195,20 @@ class UpdateRule(Protocol):
 
     def check_saved_group(self, saved: Mapping[str, Any], index: int) -> None:
         """Raises ValueError for a saved group whose training this rule cannot continue."""
+        if saved.get("maximize"):
+            raise ValueError(NOT_SUPPORTED.format("maximize", index))
 
     def load_warnings(self, saved_groups: Sequence[Mapping[str, Any]]) -> list[str]:
         """Warnings for the caller who loads these groups."""
+        return []
 
     def torch_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """The group in the layout of torch's optimizer."""
+        return {key: value for key, value in group.items() if key != "step"}
 
     def catch_up_factors(self, group: Mapping[str, Any], count: int | None) -> dict[str, float]:
         """Factors by state key for a parameter that took ``count`` steps, fewer than its group."""
+        return {}
 
     def bind(self, stored: Mapping[str, Stored], initial: Set[str]) -> BoundState:
         """Record of the stored arrays of consecutive elements, with the rule's own names.
@@ -245,9 +240,11 @@ class UpdateRule(Protocol):
         Returns:
             ``pending + 1`` rows of one width, at least 1.
         """
+        return [(0.0,)] * (pending + 1)
 
     def values_on(self, values: Any, device: torch.device) -> Any:
         """The same values with their tensors on ``device``."""
+        return values._replace(lr=lr_on(values.lr, device))
 
     def compiled_values(self, values: Any) -> tuple[Any, ...]:
         """The part of the values that is compiled into the kernel."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,13 +19,12 @@ from .arguments import (
     check_learning_rate,
     check_number,
     checked_step,
-    lr_on,
     readable_lr,
     refuse_options,
     rounded_format,
     standing_average,
 )
-from .base import MASTER_PARAM, Phase
+from .base import MASTER_PARAM, Phase, UpdateRule
 
 _OTHER_ARGUMENTS = {
     "amsgrad": "Lion has no second moment; leave the argument out",
@@ -42,7 +41,7 @@ _ALL_KEYS = frozenset({"exp_avg", MASTER_PARAM})
 
 
 @dataclass(frozen=True, kw_only=True)
-class LionRule:
+class LionRule(UpdateRule):
     """Lion; `kernels.lion.reference.lion_step_` has the formula.
 
     Attributes:
@@ -55,12 +54,9 @@ class LionRule:
     stochastic_rounding: bool = False
     rounding_seed: int = 0
 
-    numerics: ClassVar[str] = "ieee"
     keys: ClassVar[tuple[str, ...]] = ("exp_avg",)
-    nonnegative: ClassVar[frozenset[str]] = frozenset()
     settings: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
     foreign_settings: ClassVar[frozenset[str]] = frozenset({*TORCH_ARGUMENTS, *_OTHER_ARGUMENTS})
-    counts_steps: ClassVar[bool] = True
     phases: ClassVar[tuple[Phase, ...]] = (
         Phase(
             _ALL_KEYS,
@@ -98,23 +94,6 @@ class LionRule:
         """Warns of a momentum whose format is too coarse for its decay."""
         return standing_average({"exp_avg": group["betas"][1]}, self.formats)
 
-    def check_saved_group(self, saved: Mapping[str, Any], index: int) -> None:
-        """Refuses maximisation."""
-        if saved.get("maximize"):
-            raise ValueError(f"loaded state dict was trained with maximize=True in group {index}; it is not supported")
-
-    def load_warnings(self, saved_groups: Sequence[Mapping[str, Any]]) -> list[str]:
-        """No sentences."""
-        return []
-
-    def torch_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """A group of the public Lion implementations, which count no steps."""
-        return {key: value for key, value in group.items() if key != "step"}
-
-    def catch_up_factors(self, group: Mapping[str, Any], count: int | None) -> dict[str, float]:
-        """No factors: nothing depends on the number of steps."""
-        return {}
-
     # -- arithmetic --------------------------------------------------------------------------------
 
     def bind(self, stored: Mapping[str, Stored], initial: Set[str]) -> LionState:
@@ -135,14 +114,6 @@ class LionRule:
             step=step,
             rounding_seed=self.rounding_seed,
         )
-
-    def skip_rows(self, group: Mapping[str, Any], step: int, pending: int) -> list[tuple[float, ...]]:
-        """Rows of zeros: nothing in Lion depends on the number of the step."""
-        return [(0.0,)] * (pending + 1)
-
-    def values_on(self, values: LionScalars, device: torch.device) -> LionScalars:
-        """A learning rate tensor of another device is copied."""
-        return values._replace(lr=lr_on(values.lr, device))
 
     def compiled_values(self, values: LionScalars) -> tuple[Any, ...]:
         """Dtype of a learning rate tensor."""

@@ -31,12 +31,11 @@ from .arguments import (
     check_number,
     check_switches,
     checked_step,
-    lr_on,
     readable_lr,
     refuse_options,
     shown,
 )
-from .base import MASTER_PARAM, Phase, WholeOperation
+from .base import MASTER_PARAM, Phase, UpdateRule, WholeOperation
 
 MUON_ARGUMENTS = {
     "amsgrad": "Muon has no second moment; leave the argument out",
@@ -92,7 +91,7 @@ _FIRST, _SECOND = frozenset({_MOMENTUM}), frozenset({MASTER_PARAM})
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonRule:
+class MuonRule(UpdateRule):
     """Muon; `kernels.muon.reference` has the formulas of both phases.
 
     Attributes:
@@ -101,9 +100,7 @@ class MuonRule:
 
     momentum_dtype: torch.dtype = torch.float32
 
-    numerics: ClassVar[str] = "ieee"
     keys: ClassVar[tuple[str, ...]] = (_MOMENTUM,)
-    nonnegative: ClassVar[frozenset[str]] = frozenset()
     settings: ClassVar[tuple[str, ...]] = (
         "lr",
         "weight_decay",
@@ -204,20 +201,7 @@ class MuonRule:
             raise ValueError(
                 f"loaded state dict has use_muon=False in group {index}; load that group into a FusedOffloadAdam"
             )
-        if saved.get("maximize"):
-            raise ValueError(f"loaded state dict was trained with maximize=True in group {index}; it is not supported")
-
-    def load_warnings(self, saved_groups: Sequence[Mapping[str, Any]]) -> list[str]:
-        """No sentences."""
-        return []
-
-    def torch_group(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """A group of ``torch.optim.Muon``, which counts no steps."""
-        return {key: value for key, value in group.items() if key != "step"}
-
-    def catch_up_factors(self, group: Mapping[str, Any], count: int | None) -> dict[str, float]:
-        """No factors: nothing depends on the number of steps."""
-        return {}
+        super().check_saved_group(saved, index)
 
     # -- arithmetic --------------------------------------------------------------------------------
 
@@ -242,14 +226,6 @@ class MuonRule:
             adjust_lr_fn=group["adjust_lr_fn"],
             step=step,
         )
-
-    def skip_rows(self, group: Mapping[str, Any], step: int, pending: int) -> list[tuple[float, ...]]:
-        """Rows of zeros: nothing in Muon depends on the number of the step."""
-        return [(0.0,)] * (pending + 1)
-
-    def values_on(self, values: MuonScalars, device: torch.device) -> MuonScalars:
-        """A learning rate tensor of another device is copied."""
-        return values._replace(lr=lr_on(values.lr, device))
 
     def compiled_values(self, values: MuonScalars) -> tuple[Any, ...]:
         """Dtype of a learning rate tensor, kinds of interpolation, settings of Newton-Schulz."""

@@ -20,8 +20,7 @@ from fused_offload.model_hooks.backward_step import PART_BYTES
 from fused_offload.plan.transfer_settings import streaming_of
 from fused_offload.profiles.profile import Profile
 from fused_offload.profiles.units import MOST_PARAMS
-from fused_offload.rules.adam import AdamRule
-from fused_offload.rules.adam_arguments import EXP_AVG_SQ_FORMATS
+from fused_offload.rules.adam import EXP_AVG_SQ_FORMATS, AdamRule
 from fused_offload.rules.arguments import EXP_AVG_FORMATS, MASTER_FORMATS
 from fused_offload.rules.base import MASTER_PARAM
 from fused_offload.rules.muon import MOMENTUM_FORMATS, MuonRule
