@@ -98,61 +98,42 @@ def quantised_models() -> Iterator[None]:
         yield
 
 
+def _place(optimizer: str) -> contextlib.AbstractContextManager[None]:
+    return te_branches() if optimizer == "ours as FusedAdam" else contextlib.nullcontext()
+
+
+def _trained(optimizer: str, fraction: float, config: Any) -> tuple[Job, dict[str, Any]]:
+    """A job behind some steps, offloaded in small chunks, and what came of them."""
+    with quantised_models(), _place(optimizer):
+        job = Job(JobSpec(optimizer, fraction=fraction, chunk_bytes=8000, lr=1e-3, config=config))
+        losses = [step.loss for step in job.train(ITERATIONS)]
+        return job, {"losses": losses, **job.snapshot(), **_written(job)}
+
+
+def _written(job: Job) -> dict[str, dict[str, torch.Tensor]]:
+    """Bytes and amaxes of the quantised parameters."""
+    matrices = {name: p for name, p in job.model.module.named_parameters() if isinstance(p, QuantisedLike)}
+    return {
+        "bytes": {name: param._data.clone() for name, param in matrices.items()},
+        "amaxes": {name: param._amax.clone() for name, param in matrices.items()},
+    }
+
+
 def _train(context: Context) -> dict[str, Any]:
     """In both places, offloaded in small chunks and resident, and with torch's AdamW."""
-    results = {}
-    for name, optimizer, fraction in (
-        ("offloaded", "ours", 1.0),
-        ("resident", "ours", 0.0),
-        ("as FusedAdam", "ours as FusedAdam", 1.0),
-        ("AdamW", "stock", 1.0),
-    ):
-        place = te_branches() if optimizer == "ours as FusedAdam" else contextlib.nullcontext()
-        config = _MEGATRONS_MASTERS if optimizer != "stock" else _MEGATRONS_MASTERS[1:]
-        with quantised_models(), place:
-            job = Job(JobSpec(optimizer, fraction=fraction, chunk_bytes=8000, lr=1e-3, config=config))
-            log = job.train(ITERATIONS)
-            matrices = {n: p for n, p in job.model.module.named_parameters() if isinstance(p, QuantisedLike)}
-            results[name] = {
-                "losses": [step.loss for step in log],
-                **job.snapshot(),
-                "bytes": {name: param._data.clone() for name, param in matrices.items()},
-            }
-    return results
+    cases = {
+        "offloaded": ("ours", 1.0, _MEGATRONS_MASTERS),
+        "resident": ("ours", 0.0, _MEGATRONS_MASTERS),
+        "as FusedAdam": ("ours as FusedAdam", 1.0, _MEGATRONS_MASTERS),
+        "AdamW": ("stock", 1.0, _MEGATRONS_MASTERS[1:]),
+    }
+    return {name: _trained(*case)[1] for name, case in cases.items()}
 
 
 def _optimizer_state(job: Job, kind: str, *, is_loading: bool) -> dict[str, Any]:
     metadata = {"distrib_optim_sharding_type": kind, "chained_optim_avoid_prefix": True}
     weights = job.model.module.sharded_state_dict()
     return {"optimizer": job.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=metadata)}
-
-
-def _resume(context: Context) -> dict[str, Any]:
-    """Two runs that go on alike: one that saved, one that loaded. Weights travel from model to
-    model.
-    """
-    from megatron.core import dist_checkpointing
-
-    results = {}
-    for kind in FORMATS[:2]:
-        directory = context.directory / f"quantised, {kind}"
-        with quantised_models():
-            spec = JobSpec(layout=Layout(bucket_size=SEVERAL_BUCKETS), lr=1e-3, config=_MEGATRONS_MASTERS)
-            job, other = Job(spec), Job(spec._replace(seed=2))
-            job.train(2)
-            if job.rank == 0:
-                directory.mkdir()
-            torch.distributed.barrier()
-            dist_checkpointing.save(_optimizer_state(job, kind, is_loading=False), str(directory))
-            torch.distributed.barrier()
-            need_reading()
-            loaded = dist_checkpointing.load(_optimizer_state(other, kind, is_loading=True), str(directory))
-            other.optimizer.load_state_dict(loaded["optimizer"])
-            _take_weights(other, job)
-            other.scheduler.load_state_dict(job.scheduler.state_dict())
-            other.iteration = job.iteration
-            results[kind] = [{"log": run.train(2), **run.snapshot()} for run in (job, other)]
-    return results
 
 
 def _take_weights(job: Job, donor: Job) -> None:
@@ -165,7 +146,7 @@ def _reloaded(context: Context) -> dict[str, list[tuple[bool, torch.Tensor, torc
     """Parameters in both places: quantised or not, master after a reload, loaded weights."""
     results = {}
     for optimizer in ("ours", "ours as FusedAdam"):
-        with quantised_models(), te_branches() if optimizer != "ours" else contextlib.nullcontext():
+        with quantised_models(), _place(optimizer):
             spec = JobSpec(optimizer, lr=1e-3, config=_MEGATRONS_MASTERS)
             job, donor = Job(spec), Job(spec._replace(seed=2))
             job.train(1)
@@ -189,7 +170,7 @@ def _refused(context: Context) -> dict[str, str]:
         ("hybrid place", "ours", (("fp8_recipe", "blockwise"),)),
         ("FusedAdam's place", "ours as FusedAdam", (("fp8_recipe", "delayed"),)),
     ):
-        with quantised_models(), te_branches() if optimizer != "ours" else contextlib.nullcontext():
+        with quantised_models(), _place(optimizer):
             spec = JobSpec(optimizer, config=(*config, ("reuse_grad_buf_for_mxfp8_param_ag", True)))
             try:
                 build_optimizer(spec, build_model(spec))
@@ -210,27 +191,15 @@ def _owned(context: Context) -> dict[str, Any]:
         cases.append((f"{recipe}, FusedAdam's place", "ours as FusedAdam", 1.0, config))
     cases.append(("resident", "ours", 0.0, cases[1][3]))
     cases.append(("half", "ours", 0.5, cases[1][3]))
-    for name, optimizer, fraction, config in cases:
-        place = te_branches() if optimizer == "ours as FusedAdam" else contextlib.nullcontext()
-        with quantised_models(), place:
-            job = Job(JobSpec(optimizer, fraction=fraction, chunk_bytes=8000, lr=1e-3, config=config))
-            log = job.train(ITERATIONS)
-            inner = job.optimizer.chained_optimizers[0].optimizer
-            results[name] = {
-                "losses": [step.loss for step in log],
-                **job.snapshot(),
-                "bytes": _bytes_of(job),
-                "owns": inner.master_weights,
-                "held": [shard.param.rounded is None for shard in job.shards() if hasattr(shard.param, "rounded")],
-            }
+    for name, *case in cases:
+        job, result = _trained(*case)
+        inner = job.optimizer.chained_optimizers[0].optimizer
+        results[name] = {
+            **result,
+            "owns": inner.master_weights,
+            "held": [shard.param.rounded is None for shard in job.shards() if hasattr(shard.param, "rounded")],
+        }
     return results
-
-
-def _bytes_of(job: Job) -> dict[str, torch.Tensor]:
-    params = job.model.module.named_parameters()
-    matrices = {name: param for name, param in params if isinstance(param, QuantisedLike)}
-    amaxes = {f"{name} amax": param._amax.clone() for name, param in matrices.items()}
-    return {**{name: param._data.clone() for name, param in matrices.items()}, **amaxes}
 
 
 def _owned_beside_recipes(context: Context) -> dict[str, tuple[bool, bool]]:
@@ -251,19 +220,22 @@ def _owned_beside_recipes(context: Context) -> dict[str, tuple[bool, bool]]:
     return results
 
 
-def _owned_resumed(context: Context) -> dict[str, Any]:
-    """A run that saved and one that loaded, each from and into masters of either owner."""
+def _resumed(context: Context) -> dict[str, Any]:
+    """Two runs that go on alike, one that saved and one that loaded, from and into masters of either
+    owner. Weights travel from model to model.
+    """
     from megatron.core import dist_checkpointing
 
     results = {}
     ours = (*_OUR_MASTERS, ("fp8_recipe", "blockwise"))
     for kind in FORMATS[:2]:
         for name, saving, loading in (
+            ("Megatron's to Megatron's", _MEGATRONS_MASTERS, _MEGATRONS_MASTERS),
             ("ours to ours", ours, ours),
             ("Megatron's to ours", _MEGATRONS_MASTERS, ours),
             ("ours to Megatron's", ours, _MEGATRONS_MASTERS),
         ):
-            directory = context.directory / f"owned, {kind}, {name}"
+            directory = context.directory / f"quantised, {kind}, {name}"
             with quantised_models():
                 layout = Layout(bucket_size=SEVERAL_BUCKETS)
                 job = Job(JobSpec(layout=layout, lr=1e-3, config=saving))
@@ -281,24 +253,24 @@ def _owned_resumed(context: Context) -> dict[str, Any]:
                 other.scheduler.load_state_dict(job.scheduler.state_dict())
                 other.iteration = job.iteration
                 results[f"{kind}, {name}"] = [
-                    {"log": run.train(2), **run.snapshot(), "bytes": _bytes_of(run)} for run in (job, other)
+                    {"log": run.train(2), **run.snapshot(), **_written(run)} for run in (job, other)
                 ]
     return results
 
 
-def _written_anew(context: Context) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def _written_anew(context: Context) -> tuple[dict[str, Any], dict[str, Any]]:
     """Parameters after a step, and cast again from the masters once they were overwritten."""
     with quantised_models():
         job = Job(JobSpec(lr=1e-3, config=(*_OUR_MASTERS, ("fp8_recipe", "blockwise"))))
         job.train(2)
-        before = _bytes_of(job)
+        before = _written(job)
         for param in job.model.parameters():
             if isinstance(param, QuantisedLike):
                 param._data.zero_()
         for optimizer in job.optimizer.chained_optimizers:
             optimizer._copy_main_params_to_model_params()
         job.model.start_param_sync(force_sync=True)
-        return before, _bytes_of(job)
+        return before, _written(job)
 
 
 def _left_in_groups(context: Context) -> list[str]:
@@ -315,11 +287,10 @@ def _left_in_groups(context: Context) -> list[str]:
 
 
 scenario("quantised parameters train", _train, (Phase.TWO_RANKS,))
-scenario("quantised parameters resumed", _resume, (Phase.TWO_RANKS,))
 scenario("quantised parameters reloaded", _reloaded, (Phase.TWO_RANKS,))
 scenario("quantised parameters owned", _owned)
 scenario("masters beside FP8 recipes", _owned_beside_recipes, (Phase.ONE_RANK,))
-scenario("quantised parameters owned, resumed", _owned_resumed, (Phase.TWO_RANKS,))
+scenario("quantised parameters resumed", _resumed, (Phase.TWO_RANKS,))
 scenario("quantised parameters written anew", _written_anew, (Phase.TWO_RANKS,))
 scenario("quantised parameters refused", _refused, (Phase.ONE_RANK,))
 scenario("quantised parameters left", _left_in_groups, (Phase.ONE_RANK,))
