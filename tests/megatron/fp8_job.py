@@ -73,11 +73,11 @@ def set_up() -> None:
     """Process groups of all ranks; of one rank without torchrun."""
     from megatron.core import parallel_state
 
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"), ("MASTER_ADDR", "127.0.0.1")):
-        os.environ.setdefault(name, value)
-    os.environ.setdefault("MASTER_PORT", "29517")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    torch.distributed.init_process_group("nccl")
+    torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if "RANK" in os.environ:
+        torch.distributed.init_process_group("nccl")
+    else:
+        torch.distributed.init_process_group("nccl", store=torch.distributed.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     torch.use_deterministic_algorithms(True, warn_only=True)
 

@@ -122,6 +122,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("fp8_job")
 @pytest.mark.skipif(importlib.util.find_spec("transformer_engine") is None, reason="needs TransformerEngine")
 @pytest.mark.parametrize("name", list(fp8_job.CASES))
 def test_bits_of_fused_adam(outcomes: dict[str, Any], name: str) -> None:
