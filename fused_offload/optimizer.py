@@ -259,7 +259,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 rule = self._checked_rule()
                 updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=self.use_decoupled_grad)
                 scaler = self._scaler_inputs(grad_scaler, updates)
-                factors = self._grad_factors.of(self._host_grads()) if self._grad_factors else ()
+                factors = self._grad_factors.of_step(self._host_grads)
                 if not scaler.skipped_on_host():
                     self._stepper.step(
                         self.param_groups,
@@ -269,6 +269,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                         self._params_with_state,
                         grad_factors=factors,
                     )
+                self._grad_factors.note_step()
             return loss
         finally:
             self._stepper.devices.cancel_prefetch()  # unused in a skipped or refused step
@@ -383,7 +384,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         order; for n elements of a gradient both norms are within a factor ``1 + n * 2**-24`` of the
         exact one before they are rounded to the gradients' dtype, and mostly much closer.
 
-        Call it right before `step`. `zero_grad` and new gradients end its effect.
+        Call it right before `step`, which refuses gradients in host memory that were changed or
+        replaced in between. `zero_grad` ends its effect, and so do new gradients behind a step.
 
         Args:
             max_norm: norm above which gradients are scaled down.

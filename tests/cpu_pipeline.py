@@ -6,7 +6,13 @@ import gc
 from collections.abc import Iterator
 
 import pytest
+import torch
 from simulated_device import SimulatedDevice, installed
+
+from fused_offload.params import placement
+from fused_offload.params.placement import Placement
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +21,14 @@ def pipeline_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with installed(SimulatedDevice(), monkeypatch):
         yield
         gc.collect()  # what is page-locked so far is given back the same way
+
+
+@pytest.fixture
+def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
+    """Parameters that the test puts into this list count as parameters in host memory."""
+    hosted: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        placement, "placement_of", lambda param: Placement(CPU, on_host=any(param is one for one in hosted))
+    )
+    yield hosted
+    gc.collect()

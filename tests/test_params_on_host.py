@@ -6,10 +6,8 @@ real ones.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,10 +21,8 @@ import cpu_pipeline
 from fused_offload import FusedOffloadAdam, FusedOffloadLion, FusedOffloadMuon, OffloadConfig
 from fused_offload.memory import host_limits
 from fused_offload.memory.staging_ring import StagingRing
-from fused_offload.params import placement
-from fused_offload.params.placement import Placement
 
-pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
+pipeline_on_the_cpu, on_host = cpu_pipeline.pipeline_on_the_cpu, cpu_pipeline.on_host
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the simulated device is for machines without a GPU")
 
@@ -45,17 +41,6 @@ CASES = [
     for dtype, formats in itertools.product(DTYPES, FORMATS)
     if formats.master != "remainder" or dtype == torch.bfloat16
 ]
-
-
-@pytest.fixture
-def on_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Tensor]]:
-    """Parameters that the test puts into this list count as parameters in host memory."""
-    hosted: list[torch.Tensor] = []
-    monkeypatch.setattr(
-        placement, "placement_of", lambda param: Placement(CPU, on_host=any(param is one for one in hosted))
-    )
-    yield hosted
-    gc.collect()
 
 
 def train(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._foreach_utils import (
@@ -115,9 +115,22 @@ def _nothing() -> None:
     """A reference to nothing."""
 
 
-def _versions(grad: torch.Tensor) -> tuple[int, ...]:
-    """Version counters that change with a gradient: an operation on a ``DTensor`` counts on it, not on its part."""
-    return grad._version, local_of(grad)._version
+class _Known(NamedTuple):
+    """A gradient as it was noted.
+
+    Attributes:
+        grad: returns the gradient, or None if it is gone.
+        marks: its `_marks`.
+    """
+
+    grad: Callable[[], torch.Tensor | None] = _nothing
+    marks: tuple[int, ...] = ()
+
+
+def _marks(grad: torch.Tensor) -> tuple[int, ...]:
+    """Numbers that change with a gradient: address, and version counters, of which a ``DTensor`` has its own."""
+    local = local_of(grad)
+    return grad._version, local._version, local.data_ptr()
 
 
 class GradFactors:
@@ -126,11 +139,8 @@ class GradFactors:
     def __init__(self) -> None:
         """No factor."""
         self._factors: tuple[torch.Tensor, ...] = ()
-        self._grads: dict[int, tuple[Callable[[], torch.Tensor | None], tuple[int, ...]]] = {}
-
-    def __bool__(self) -> bool:
-        """True if any factor is noted."""
-        return bool(self._factors)
+        self._grads: dict[int, _Known] = {}
+        self._awaited = False
 
     def add(self, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         """Notes a further factor of gradients.
@@ -140,7 +150,8 @@ class GradFactors:
             factor: one-element tensor on the device.
         """
         self._factors = (*self.of(grads), factor)
-        self._grads = {id(grad): (weakref.ref(grad), _versions(grad)) for grad in grads}
+        self._grads = {id(grad): _Known(weakref.ref(grad), _marks(grad)) for grad in grads}
+        self._awaited = True
 
     def of(self, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Factors of these gradients; none if all are others than those that were noted.
@@ -148,19 +159,44 @@ class GradFactors:
         Raises:
             RuntimeError: if some are others, or were changed since.
         """
-        noted = [self._grads.get(id(grad), (_nothing, ())) for grad in grads]
-        same = [known() is grad for (known, _), grad in zip(noted, grads, strict=True)]
+        noted = [self._grads.get(id(grad), _Known()) for grad in grads]
+        same = [known.grad() is grad for known, grad in zip(noted, grads, strict=True)]
         if not any(same):
             return ()
-        if not all(same) or list(map(_versions, grads)) != [versions for _, versions in noted]:
+        if not all(same) or list(map(_marks, grads)) != [known.marks for known in noted]:
             raise RuntimeError(
-                "Some gradients in host memory were changed or replaced after clip_grad_norm_(), whose factor step() "
-                "multiplies them by. Call clip_grad_norm_() last, right before step(), and with a gradient scaler "
-                "after scaler.unscale_(optimizer). Zero gradients with optimizer.zero_grad(), which forgets the "
-                "factor; model.zero_grad(set_to_none=False) does not."
+                f"Some gradients in host memory were changed or replaced after clip_grad_norm_(), {_ADVICE}"
             )
         return self._factors
 
+    def of_step(self, grads: Callable[[], Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+        """`of`, for a step, which is to apply what was noted since the last one.
+
+        Args:
+            grads: returns all gradients in host memory; called only if factors are noted.
+
+        Raises:
+            RuntimeError: also if all gradients are others, and no step has applied the factors.
+        """
+        if not self._factors:
+            return ()
+        given = grads()
+        factors = self.of(given)
+        if self._awaited and given and not factors:
+            raise RuntimeError(f"All gradients in host memory were replaced after clip_grad_norm_(), {_ADVICE}")
+        return factors
+
+    def note_step(self) -> None:
+        """Notes that a step has applied or skipped the factors: gradients may be replaced from now on."""
+        self._awaited = False
+
     def forget(self) -> None:
         """Drops all factors."""
-        self._factors, self._grads = (), {}
+        self._factors, self._grads, self._awaited = (), {}, False
+
+
+_ADVICE = (
+    "whose factor step() multiplies them by. Call clip_grad_norm_() last, right before step(), and with a gradient "
+    "scaler after scaler.unscale_(optimizer). Zero gradients with optimizer.zero_grad(), which forgets the factor; "
+    "model.zero_grad() does not."
+)
