@@ -250,7 +250,7 @@ def _add_ranks(plan: argparse.ArgumentParser) -> None:
         type=units.positive_int,
         default=1,
         metavar="N",
-        help="ranks that the state is divided among; default: 1",
+        help="ranks that the state is divided among, Muon's only with --layer-wise; default: 1",
     )
     ranks.add_argument(
         "--model-parallel",
@@ -258,6 +258,11 @@ def _add_ranks(plan: argparse.ArgumentParser) -> None:
         default=1,
         metavar="N",
         help="tensor x pipeline ranks; default: 1",
+    )
+    ranks.add_argument(
+        "--layer-wise",
+        action="store_true",
+        help="Megatron's layer-wise Muon: data-parallel ranks share the matrices of --muon",
     )
     ranks.add_argument("--shard-params", action="store_true", help="FSDP: parameters and gradients are divided, too")
     ranks.add_argument(

@@ -157,6 +157,26 @@ def test_advice_for_muon_names_only_what_muon_can_do(capsys: pytest.CaptureFixtu
     assert "more GPUs (--model-parallel)" in report["notes"][-1]
 
 
+def test_data_parallel_ranks_share_muons_state_only_layer_wise(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--params", "8e9", "--muon", "4096x11008", "--master", "remainder", "--link-gbps", "50")
+    ranks = ("--data-parallel", "8", "--ranks-per-node", "8")
+    alone, whole = plan(capsys, *arguments), plan(capsys, *arguments, *ranks)
+    shared = plan(capsys, *arguments, *ranks, "--layer-wise")
+    assert whole["gpu_bytes"] == alone["gpu_bytes"]
+    assert whole["host_bytes"]["rank"] == alone["host_bytes"]["rank"]
+    assert shared["host_bytes"]["rank"] == pytest.approx(alone["host_bytes"]["rank"] / 8)
+    assert whole["host_bytes"]["node"] == alone["host_bytes"]["node"] * 8
+    assert shared["gpu_bytes"]["params"] == alone["gpu_bytes"]["params"]
+    assert whole["predicted"]["alone_ms"] == alone["predicted"]["alone_ms"]
+    assert shared["predicted"]["alone_ms"] == pytest.approx(alone["predicted"]["alone_ms"] / 8)
+    assert any("plan that with --layer-wise" in note for note in whole["notes"])
+    assert not any("--layer-wise" in note for note in (*alone["notes"], *shared["notes"]))
+    for report, advised in ((whole, "--model-parallel"), (shared, "--data-parallel")):
+        flags = ["--layer-wise"] if report is shared else []
+        limited = plan(capsys, *arguments, *ranks, *flags, "--host-memory", "1")
+        assert f"more hosts ({advised})" in limited["notes"][-1]
+
+
 @pytest.mark.parametrize("moments", ["fp32", "bf16"])
 def test_small_matrices_fill_chunks_with_their_updates(moments: str) -> None:
     """As many as a chunk holds, in both phases of Muon."""
@@ -703,6 +723,7 @@ def test_json_says_what_fits(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--params", "1e9", "--muon", "0x5"], "'0x5' is not the size of a matrix"),
         (["plan", "--params", "1e9", "--muon", "8x8", "--step-in-backward"], "Muon steps behind the backward pass"),
         (["plan", "--params", "1e9", "--muon", "8x8", "--shard-params"], "Muon steps whole matrices, not the parts"),
+        (["plan", "--params", "1e9", "--layer-wise"], "only Muon is layer-wise"),
         (["plan", "--params", "1e9", "--muon", "8x8", "--window-bytes", "1GB"], "and without a window"),
         (["plan", "--params", "1e9", "--muon", "8x8", "--moments", "uint8"], "fp32 or bf16, not in uint8"),
         (["sweep"], "invalid choice"),

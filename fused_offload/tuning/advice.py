@@ -46,9 +46,12 @@ def advice(
         if not small(memory):
             return [f"{begin} {flags} would fit: {gb(memory.gpu)} on the GPU, {gb(memory.node)} on the host."]
     sharded = "" if training.largest_matrix is not None else ", or --data-parallel with --shard-params"
+    by_state = (
+        "--model-parallel" if training.largest_matrix is not None and not training.layer_wise else "--data-parallel"
+    )
     more = {
         "GPU": f"share the model between more GPUs (--model-parallel{sharded})",
-        "host": "spread the state over more hosts (--data-parallel)",
+        "host": f"spread the state over more hosts ({by_state})",
     }
     return [f"{begin} Nothing that was tried fits: {', and '.join(more[what] for what in too_small)}."]
 

@@ -44,7 +44,7 @@ class Training:
         master: one of `MASTERS`.
         exp_avg: stored dtype of the first moment.
         exp_avg_sq: stored dtype of the second moment.
-        data_parallel: ranks that share the optimizer's state.
+        data_parallel: data-parallel ranks; they share the optimizer's state, but for Muon's.
         model_parallel: ranks that share the parameters (tensor times pipeline parallel size).
         shard_params: True if data-parallel ranks share parameters and gradients, too (FSDP).
         offload: fraction, chunks and window; ``"auto"`` means the defaults without a profile.
@@ -55,6 +55,8 @@ class Training:
             (`step_in_backward`).
         largest_matrix: rows and columns of the largest matrix on a rank, if all parameters are
             matrices under Muon, whose momentum has the dtype ``exp_avg``. None for Adam.
+        layer_wise: True if each data-parallel rank has Muon's state of some matrices only, as in
+            Megatron's layer-wise optimizer.
         params_on_host: True if parameters and gradients are in host memory (FSDP2's
             ``CPUOffloadPolicy``), and their state with them.
     """
@@ -72,11 +74,14 @@ class Training:
     other_gpu_bytes: int = 0
     in_backward: bool = False
     largest_matrix: tuple[int, int] | None = None
+    layer_wise: bool = False
     params_on_host: bool = False
 
     def __post_init__(self) -> None:
         if self.params_on_host:
             self._check_params_on_host()
+        if self.layer_wise and self.largest_matrix is None:
+            raise ValueError("only Muon is layer-wise; give --muon, too, or leave --layer-wise out")
         if self.largest_matrix is not None and (self.in_backward or self.offload.window_bytes != 0):
             raise ValueError("Muon steps behind the backward pass and without a window: leave both out")
         if self.largest_matrix is not None and self.shard_params:
@@ -95,6 +100,11 @@ class Training:
             raise ValueError("parameters on the host need window_bytes=0: their state moves beside them in the step")
         if self.data_parallel > 1 and not self.shard_params:
             raise ValueError("parameters on the host are sharded by FSDP2: plan them with --shard-params")
+
+    @property
+    def state_parallel(self) -> int:
+        """Number of data-parallel ranks that the state is divided among."""
+        return self.data_parallel if self.largest_matrix is None or self.layer_wise else 1
 
     def layout(self) -> Layout:
         """The optimizer's layout of offloaded state.
@@ -227,7 +237,7 @@ def memory_of(param_numel: int, training: Training) -> Memory:
     """
     layout, offload = training.layout(), training.offload
     rank_numel = -(-param_numel // training.model_parallel)
-    shard_numel = -(-rank_numel // training.data_parallel)
+    shard_numel = -(-rank_numel // training.state_parallel)
     held_numel = shard_numel if training.shard_params else rank_numel
     fraction = 1.0 if training.params_on_host else offload.fraction
     offloaded = align(min(shard_numel, round(shard_numel * fraction)))
@@ -330,7 +340,7 @@ def newton_schulz_ms(param_numel: int, training: Training) -> float:
         return 0.0
     rows, columns = sorted(training.largest_matrix)
     flop = 5 * (4 * rows + 2 * rows * rows / columns)  # for each element
-    return param_numel / training.model_parallel / training.data_parallel * flop / NEWTON_SCHULZ_TFLOPS / 1e9
+    return param_numel / training.model_parallel / training.state_parallel * flop / NEWTON_SCHULZ_TFLOPS / 1e9
 
 
 def profile_step_time(memory: Memory, training: Training, profile: Profile) -> StepTime:

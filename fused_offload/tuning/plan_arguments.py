@@ -103,5 +103,6 @@ def _training(options: argparse.Namespace) -> Training:
         other_gpu_bytes=int(options.other_gpu * 1e9),
         in_backward=options.step_in_backward,
         largest_matrix=options.muon,
+        layer_wise=options.layer_wise,
         params_on_host=options.params_on_host,
     )

@@ -50,6 +50,11 @@ def notes_on(training: Training, memory: Memory, prediction: Prediction, found: 
             "All parameters are counted as matrices under Muon, and for the iteration as of the size of the largest; "
             "plan embeddings, the output layer and all others by themselves, without --muon."
         )
+    if training.state_parallel < training.data_parallel:
+        notes.append(
+            "Each data-parallel rank keeps Muon's state of all its matrices. Megatron's layer-wise optimizer divides "
+            "it: plan that with --layer-wise."
+        )
     if training.in_backward:
         size = f"{PART_BYTES / MIB:g} MiB"
         notes.append(f"Gradients wait on the GPU until there are {size} of them; a larger one counts by itself.")
