@@ -15,21 +15,23 @@ import torch
 from fused_offload.checkpoint.load import apply_load, plan_load
 from fused_offload.checkpoint.state_dict import pack, pack_for_torch
 from fused_offload.checkpoint.torch_dcp import is_dummy_step, wanted_state_dict
-from fused_offload.kernels.formats import REMAINDER, Format
+from fused_offload.kernels.formats import Format
 from fused_offload.model_hooks.auto_prefetch import AutoPrefetch, check_attach_arguments
 from fused_offload.model_hooks.backward_step import BackwardSteps, refuse_scaler, stepped_params
 from fused_offload.params import placement
 from fused_offload.params.dense import is_frozen
-from fused_offload.params.dtensors import is_distributed, is_offloaded_by_fsdp, local_of
+from fused_offload.params.dtensors import is_distributed
 from fused_offload.params.quantised import is_quantised, reduces_amax
 from fused_offload.params.tracker import Updates
-from fused_offload.params.validation import FROZEN, check_params
+from fused_offload.params.validation import check_params
 from fused_offload.plan.transfer_settings import check_params_on_host, config_of_two_phases
 from fused_offload.rules.arguments import MASTER_FORMATS, check_dtypes, check_master_dtype, check_switches
-from fused_offload.rules.base import MASTER_PARAM, UpdateRule, check_phases, why_not_quantised
+from fused_offload.rules.base import MASTER_PARAM, UpdateRule, check_phases
+from fused_offload.rules.given_params import CPU_SHARDS, are_cpu_shards, check_given
 from fused_offload.state.entry import StateEntry
+from fused_offload.state.group_steps import GroupSteps
 from fused_offload.state.mapping import StateMapping
-from fused_offload.state.master_weights import refresh_master
+from fused_offload.state.master_weights import formats_with_master, refresh_master
 from fused_offload.state.memory_report import MemoryReport, memory_report
 from fused_offload.state.param_state import StateHooks
 from fused_offload.state.store import StateStore
@@ -123,14 +125,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
             self.offload = offload = config_of_two_phases(offload, type(self).__name__)
         self._hooks = StateHooks(
             self._wait_for_state,
-            self._write_group_step,
+            lambda param, step: self._group_steps.write(self.param_groups, param, step),
             self._initialize_entry,
             self._forget_entries,
             rule.nonnegative,
         )
-        self._store = StateStore(offload, self._hooks, self._formats)
+        self._store = StateStore(offload, self._hooks, self._formats_of_new)
+        self._group_steps = GroupSteps(self._store.state)
         self._stepper = Stepper(offload, self._hooks, self._store)
-        self._steps_before_removal: dict[int, tuple[dict[str, Any], int]] = {}  # by id of the group
         self._closed = False
         self._warned_cpu_shards = False
         self._grad_factors = GradFactors()
@@ -188,30 +190,14 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 warnings.warn(message, stacklevel=stacklevel)
 
     def _check_given(self, params: list[torch.Tensor]) -> None:
-        where = f"parameter group {len(self.param_groups)}"
-        check_params(params, where)
         rule = self._rule()
-        for position, param in enumerate(params):
-            rule.check_param(param)
-            reason = why_not_quantised(param, self._store.formats_of(param), rule) if is_quantised(param) else None
-            if reason is not None:
-                advice = f" {FROZEN}" if is_frozen(param) else ""
-                raise TypeError(
-                    f"Parameter {position} of {where} is a {type(local_of(param)).__name__}, {reason}{advice}"
-                )
-        on_host = [placement.placement_of(param).on_host for param in params]
-        if any(on_host):
+        check_given(params, f"parameter group {len(self.param_groups)}", rule, self._store.formats_of)
+        if any(placement.placement_of(param).on_host for param in params):
             check_params_on_host(self.offload, rule.phases, type(self).__name__)
             self._store.check_room([*self._params_with_state(), *(param for param in params if not is_frozen(param))])
-        others = [param for param, hosted in zip(params, on_host, strict=True) if not hosted]
-        if not self._warned_cpu_shards and any(is_offloaded_by_fsdp(p) and local_of(p).numel() for p in others):
+        if not self._warned_cpu_shards and are_cpu_shards(params):
             self._warned_cpu_shards = True
-            warnings.warn(
-                "FSDP keeps these parameters in host memory that is not page-locked, so the optimizer steps them on "
-                "the CPU, many times slower than on the GPU. Shard with CPUOffloadPolicy(pin_memory=True); behind "
-                "load_state_dict(assign=True) call model.cpu(), which makes FSDP page-lock what was assigned.",
-                stacklevel=4,
-            )
+            warnings.warn(CPU_SHARDS, stacklevel=4)
 
     def _all_params(self) -> list[torch.Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
@@ -303,21 +289,11 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
     def _checked_rule(self) -> UpdateRule:
         """The arithmetic of this step, once the groups are checked."""
-        self._restart_groups()
+        self._group_steps.restart()
         rule = self._rule()
         for group in self.param_groups:
             rule.check_group(group, lr_required=True)
         return rule
-
-    def _restart_groups(self) -> None:
-        """Restarts groups without any state left at step 0, unless the caller has set another step.
-
-        Runs later than the removal: an entry that is taken out may be moved to another parameter.
-        """
-        removed, self._steps_before_removal = self._steps_before_removal, {}
-        for group, step in removed.values():
-            if group.get("step") == step and not self._has_state(group):
-                group["step"] = 0
 
     def _scaler_inputs(self, grad_scaler: Any, updates: Updates) -> ScalerInputs:
         scaler = scaler_inputs(self, grad_scaler)
@@ -340,6 +316,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._stepper.step(
             self.param_groups, updates, ScalerInputs(), rule, self._params_with_state, part=part, done=done
         )
+
+    def _restart_groups(self) -> None:
+        self._group_steps.restart()
 
     def _end_parts(self) -> None:
         self._stepper.devices.end_step()
@@ -534,24 +513,13 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if stored.is_set(MASTER_PARAM) and MASTER_PARAM in stored.views and stored.extent is not None:
                 refresh_master(stored)
 
-    def _formats(self) -> Callable[[torch.Tensor], dict[str, Format]]:
-        """Function that returns the stored format of each state key of a parameter."""
-        formats = beside_bfloat16 = of_quantised = dict(self._rule().formats)
-        if self.master_weights:
-            master = formats[MASTER_PARAM] = MASTER_FORMATS[self.master_weight_dtype]
-            of_quantised = {**formats, MASTER_PARAM: master._replace(of_quantised=True)}
-            if self.store_param_remainders:
-                beside_bfloat16 = {**formats, MASTER_PARAM: REMAINDER}
-
-        def of(param: torch.Tensor) -> dict[str, Format]:
-            stored = self._store.stored_of(param)
-            if stored is not None and stored.extent is not None:
-                return stored.formats
-            if is_quantised(param):
-                return of_quantised
-            return beside_bfloat16 if param.dtype == torch.bfloat16 else formats
-
-        return of
+    def _formats_of_new(self) -> Callable[[torch.Tensor], dict[str, Format]]:
+        """Function that returns the stored format of each state key of a new parameter."""
+        formats = self._rule().formats
+        if not self.master_weights:
+            return lambda param: dict(formats)
+        master = MASTER_FORMATS[self.master_weight_dtype]
+        return formats_with_master(formats, master, remainders=self.store_param_remainders)
 
     def _initialize_entry(self, param: torch.Tensor) -> None:
         if self._closed:
@@ -568,14 +536,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             raise KeyError(f"this parameter has no {state_name!r} state")
         return entry
 
-    def _write_group_step(self, param: torch.Tensor, step: int) -> None:
-        for group in self.param_groups:
-            if any(param is other for other in group["params"]):
-                group["step"] = step
-                self._steps_before_removal.pop(id(group), None)
-                return
-        raise KeyError("the parameter is in no group, so its step cannot be set")
-
     def _wait_for_state(self) -> None:
         """Waits until the host copy of the state is complete and all skipped steps are known."""
         self._store.check_process()
@@ -584,13 +544,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _forget_entries(self) -> None:
         """Drops references that would keep the storage of entries alive, before their removal."""
         self._wait_for_state()
-        if not self._steps_before_removal:
-            with_state = [group for group in self.param_groups if group.get("step") and self._has_state(group)]
-            self._steps_before_removal = {id(group): (group, group["step"]) for group in with_state}
+        self._group_steps.note_removal(self.param_groups)
         self._stepper.forget_entries()
-
-    def _has_state(self, group: dict[str, Any]) -> bool:
-        return any(param in self.state and self.state[param].storage.bound for param in group["params"])
 
     # -- checkpoints -------------------------------------------------------------------------------
 
@@ -648,7 +603,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             result = pre_hook(self, state_dict)
             state_dict = state_dict if result is None else result
         self._wait_for_state()
-        plan = plan_load(state_dict, self.param_groups, self.state, self._rule(), self._formats())
+        plan = plan_load(state_dict, self.param_groups, self.state, self._rule(), self._store.formats())
         for message in plan.warnings:
             warnings.warn(message, stacklevel=5)  # the caller, whose decorators take three frames
         params = plan.params
@@ -661,7 +616,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._stepper.failure = "a load was interrupted"
         apply_load(plan, self.state)
         self.param_groups = plan.groups
-        self._steps_before_removal.clear()
+        self._group_steps.forget()
         self._stepper.failure = None
         self._warn_of_groups(stacklevel=6)  # the caller, as above
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
@@ -673,7 +628,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         if self._backward_steps is not None:
             self._backward_steps.check_closed()
         self._wait_for_state()
-        self._restart_groups()
+        self._group_steps.restart()
         for reason in [entry.take_reshaped() for entry in self.state.values()]:
             if reason is not None:
                 raise RuntimeError(reason)

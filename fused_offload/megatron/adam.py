@@ -106,7 +106,7 @@ class MegatronAdam(FusedOffloadAdam):
 
     def planned_bytes(self) -> int:
         """Bytes of this rank's state on host and GPU, once all parameters have state."""
-        formats_of = self._formats()
+        formats_of = self._store.formats()
         return sum(
             format.stored_bytes(align(local_of(param).numel()))
             for param in self._all_params()
@@ -115,7 +115,7 @@ class MegatronAdam(FusedOffloadAdam):
 
     def formats_of(self, param: torch.Tensor) -> Mapping[str, Format]:
         """Stored format of each of a parameter's state keys."""
-        return self._formats()(param)
+        return self._store.formats_of(param)
 
     def keeps_remainder(self, param: torch.Tensor) -> bool:
         """True if the master of a parameter is stored as a 16-bit remainder."""
@@ -124,7 +124,7 @@ class MegatronAdam(FusedOffloadAdam):
     def planned_formats(self) -> dict[str, str]:
         """Names of the formats of each state key, over all parameters of this rank."""
         found: dict[str, set[str]] = {}
-        formats_of = self._formats()
+        formats_of = self._store.formats()
         for param in self._all_params():
             for key, format in formats_of(param).items():
                 found.setdefault(key, set()).add(format.name)

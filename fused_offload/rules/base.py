@@ -115,27 +115,6 @@ def check_phases(phases: Sequence[Phase], optimizer: str) -> None:
     )
 
 
-def why_not_quantised(param: torch.Tensor, formats: Mapping[str, Format], rule: UpdateRule) -> str | None:
-    """The reason why a quantised parameter cannot be stepped, to follow its name, or None.
-
-    Args:
-        param: a quantised parameter.
-        formats: stored format of each of its state keys.
-        rule: the rule that would step it.
-    """
-    if len(rule.phases) > 1:
-        return (
-            "a quantised parameter, which an update rule of two phases does not step. Build the model with plain "
-            "parameters (outside of quantized_model_init)."
-        )
-    if MASTER_PARAM not in formats:
-        return (
-            "a quantised parameter, which has too few bits to be updated itself. Keep float32 masters: "
-            "master_weights=True."
-        )
-    return None
-
-
 class UpdateRule(Protocol):
     """The arithmetic of one optimizer; nothing in it changes during a step.
 

@@ -1,14 +1,15 @@
-"""Master weights of parameters that were changed outside the optimizer."""
+"""Master weights: their formats, and those of parameters that were changed outside the optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
 
-from fused_offload.kernels.formats import SCALE_GROUP, Stored, decode, encode_
+from fused_offload.kernels.formats import REMAINDER, SCALE_GROUP, Format, Stored, decode, encode_
 from fused_offload.params.dtensors import local_of
-from fused_offload.params.quantised import half_step_of, plain_values
+from fused_offload.params.quantised import half_step_of, is_quantised, plain_values
 from fused_offload.rules.base import MASTER_PARAM
 
 from .param_state import ParamState
@@ -17,6 +18,28 @@ _SMALLEST_SHARE = 2.0**-14
 """Share of the largest of 128 neighbours. Half of the smallest number of E4M3 is 2^-19 of the
 largest number of its tile."""
 _COMPARED_ELEMENTS = 4 * 2**20  # at a time; a multiple of the scale group
+
+
+def formats_with_master(
+    formats: Mapping[str, Format], master: Format, *, remainders: bool
+) -> Callable[[torch.Tensor], dict[str, Format]]:
+    """Function that returns the stored format of each state key of a new parameter.
+
+    Args:
+        formats: stored format of each of the rule's keys.
+        master: stored format of masters.
+        remainders: keep those of plain bfloat16 parameters as 16 bits beside the parameter.
+    """
+    plain = {**formats, MASTER_PARAM: master}
+    beside_bfloat16 = {**formats, MASTER_PARAM: REMAINDER} if remainders else plain
+    of_quantised = {**formats, MASTER_PARAM: master._replace(of_quantised=True)}
+
+    def of(param: torch.Tensor) -> dict[str, Format]:
+        if is_quantised(param):
+            return of_quantised
+        return beside_bfloat16 if param.dtype == torch.bfloat16 else plain
+
+    return of
 
 
 def refresh_master(state: ParamState) -> None:

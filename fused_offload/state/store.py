@@ -100,12 +100,12 @@ class StateStore:
         Args:
             config: fraction and pinning.
             hooks: callbacks of entries into the optimizer.
-            formats: returns a function that gives the stored format of each key of a parameter.
+            formats: returns a function that gives the stored format of each key of a new parameter.
         """
         self.config = config
         self.state = StateMapping(hooks)
         self._hooks = hooks
-        self._formats = formats
+        self._formats_of_new = formats
         self._reserved: dict[int, _Place] = {}
         self._process = os.getpid()
         self._warned_unpinned = False
@@ -114,7 +114,17 @@ class StateStore:
 
     def formats_of(self, param: torch.Tensor) -> dict[str, Format]:
         """Stored format of each state key of a parameter, before and after it gets its storage."""
-        return self._formats()(param)
+        return self.formats()(param)
+
+    def formats(self) -> Callable[[torch.Tensor], dict[str, Format]]:
+        """`formats_of` for many parameters."""
+        of_new = self._formats_of_new()
+
+        def of(param: torch.Tensor) -> dict[str, Format]:
+            stored = self.stored_of(param)
+            return of_new(param) if stored is None or stored.extent is None else stored.formats
+
+        return of
 
     def extents(self) -> list[Extent]:
         """All extents in use, each once."""
@@ -192,7 +202,7 @@ class StateStore:
         for param in new:
             place = self._reserved.pop(id(param), None)
             if place is None:
-                self.state[param].bind(None, 0, self._formats()(param))
+                self.state[param].bind(None, 0, self.formats_of(param))
             else:
                 self.state[param].bind(place.extent, place.start, place.extent.layout.formats)
 
@@ -276,7 +286,7 @@ class StateStore:
 
     def _layouts(self, params: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[Layout]:
         """Layout of each new parameter. Offloads until ``fraction`` of all state is offloaded."""
-        formats_of = self._formats()
+        formats_of = self.formats()
         sizes = {id(param): _state_bytes(param, formats_of(param)) for param in (*known, *params)}
         target = self.config.fraction * sum(sizes.values())
         offloaded = sum(sizes.get(id(param), 0) for param in known if self._is_offloaded(param))

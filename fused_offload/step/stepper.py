@@ -17,7 +17,8 @@ from fused_offload.params.tracker import ParamTracker, Updates
 from fused_offload.plan.planner import Planner, StepPlan
 from fused_offload.plan.transfer_settings import check_params_on_host
 from fused_offload.plan.window_blocks import blocks_of
-from fused_offload.rules.base import MASTER_PARAM, UpdateRule, why_not_quantised
+from fused_offload.rules.base import MASTER_PARAM, UpdateRule
+from fused_offload.rules.given_params import why_not_quantised
 from fused_offload.state.param_state import ParamState, StateHooks
 from fused_offload.state.store import StateStore
 from fused_offload.stream.step_inputs import ScalerInputs, StepInputs
