@@ -20,7 +20,6 @@ from fused_offload.model_hooks.auto_prefetch import AutoPrefetch, check_attach_a
 from fused_offload.model_hooks.backward_step import BackwardSteps, refuse_scaler, stepped_params
 from fused_offload.params import placement
 from fused_offload.params.dense import is_frozen
-from fused_offload.params.dtensors import is_distributed
 from fused_offload.params.quantised import is_quantised, reduces_amax
 from fused_offload.params.tracker import Updates
 from fused_offload.params.validation import check_params
@@ -35,7 +34,7 @@ from fused_offload.state.master_weights import formats_with_master, refresh_mast
 from fused_offload.state.memory_report import MemoryReport, memory_report
 from fused_offload.state.param_state import StateHooks
 from fused_offload.state.store import StateStore
-from fused_offload.step.clipping import GradFactors, HostGrad, total_norm
+from fused_offload.step.clipping import Clipping, HostGrad
 from fused_offload.step.grad_scaler import scaler_inputs
 from fused_offload.step.step_report import StepReport
 from fused_offload.step.stepper import Stepper
@@ -135,7 +134,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._stepper = Stepper(offload, self._hooks, self._store)
         self._closed = False
         self._warned_cpu_shards = False
-        self._grad_factors = GradFactors()
+        self._clipping = Clipping()
         self._warned_of_group = True  # until all groups are there
         self._attachment: AutoPrefetch | None = None
         self._backward_steps: BackwardSteps | None = None
@@ -245,7 +244,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 rule = self._checked_rule()
                 updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=self.use_decoupled_grad)
                 scaler = self._scaler_inputs(grad_scaler, updates)
-                factors = self._grad_factors.of_step(self._host_grads)
+                factors = self._clipping.of_step(self._grads)
                 if not scaler.skipped_on_host():
                     self._stepper.step(
                         self.param_groups,
@@ -255,7 +254,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                         self._params_with_state,
                         grad_factors=factors,
                     )
-                self._grad_factors.note_step()
+                self._clipping.note_step()
             return loss
         finally:
             self._stepper.devices.cancel_prefetch()  # unused in a skipped or refused step
@@ -329,7 +328,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         Args:
             set_to_none: drop them; otherwise they are set to zero in place.
         """
-        self._grad_factors.forget()
+        self._clipping.forget()
         if self._backward_steps is not None:
             self._backward_steps.drop_grads()
         if not self.use_decoupled_grad:
@@ -380,22 +379,12 @@ class OffloadOptimizer(torch.optim.Optimizer):
             RuntimeError: for a norm that is not finite, with ``error_if_nonfinite``; for gradients
                 that were changed after an earlier call.
         """
-        grads, hosted = self._grads(), self._host_grads()
-        if not hosted and not self.use_decoupled_grad:
+        grads = self._grads()
+        if not self.use_decoupled_grad and not any(isinstance(grad, HostGrad) for grad in grads):
             return torch.nn.utils.clip_grad_norm_(
                 self._all_params(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach
             )
-        if not grads:
-            return torch.tensor(0.0, device="cpu")
-        known = self._grad_factors.of(hosted)
-        norm = total_norm(grads, known, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
-        factor: Any = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
-        for grad in grads:
-            if isinstance(grad, torch.Tensor):
-                grad.mul_(factor.to(grad.device))
-        if hosted:
-            self._grad_factors.add(hosted, factor.full_tensor() if is_distributed(factor) else factor)
-        return norm
+        return self._clipping.clip(grads, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
 
     def _grads(self) -> list[torch.Tensor | HostGrad]:
         """Gradients of all parameters that have one, in group order."""
@@ -406,9 +395,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 device, on_host = self._stepper.placement_of(param)
                 found.append(HostGrad(grad, device) if on_host else grad)
         return found
-
-    def _host_grads(self) -> list[torch.Tensor]:
-        return [one.grad for one in self._grads() if isinstance(one, HostGrad)]
 
     # -- state -------------------------------------------------------------------------------------
 

@@ -50,6 +50,10 @@ class HostGrad:
         return distributed_like(self.grad, copied) if is_distributed(self.grad) else copied
 
 
+def _hosted(grads: Sequence[torch.Tensor | HostGrad]) -> list[torch.Tensor]:
+    return [one.grad for one in grads if isinstance(one, HostGrad)]
+
+
 def total_norm(
     grads: Sequence[torch.Tensor | HostGrad],
     factors: Sequence[torch.Tensor],
@@ -133,27 +137,79 @@ def _marks(grad: torch.Tensor) -> tuple[int, ...]:
     return grad._version, local._version, local.data_ptr()
 
 
-class GradFactors:
-    """Factors that steps multiply gradients in host memory by, and the gradients that they are for."""
+class Clipping:
+    """Clipping by norm of gradients that may be in host memory.
+
+    Those on a device are multiplied at once. Those in host memory are multiplied when a step reads
+    them, by the factors that are noted here together with the gradients that they are for.
+    """
 
     def __init__(self) -> None:
-        """No factor."""
+        """Notes no factor yet."""
         self._factors: tuple[torch.Tensor, ...] = ()
         self._grads: dict[int, _Known] = {}
         self._awaited = False
 
-    def add(self, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-        """Notes a further factor of gradients.
+    def clip(
+        self,
+        grads: Sequence[torch.Tensor | HostGrad],
+        max_norm: float,
+        norm_type: float,
+        *,
+        error_if_nonfinite: bool,
+        foreach: bool | None,
+    ) -> torch.Tensor:
+        """Clips gradients as ``torch.nn.utils.clip_grad_norm_`` does; returns their norm.
 
         Args:
-            grads: all gradients in host memory, as the parameters have them.
-            factor: one-element tensor on the device.
+            grads: the gradients, as the parameters have them.
+            max_norm: norm above which gradients are scaled down.
+            norm_type: order of the norm.
+            error_if_nonfinite: whether to read the norm and refuse NaN and infinities.
+            foreach: as in torch.
         """
-        self._factors = (*self.of(grads), factor)
-        self._grads = {id(grad): _Known(weakref.ref(grad), _marks(grad)) for grad in grads}
-        self._awaited = True
+        if not grads:
+            return torch.tensor(0.0, device="cpu")
+        hosted = _hosted(grads)
+        known = self._of(hosted)
+        norm = total_norm(grads, known, norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach)
+        factor: Any = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+        for grad in grads:
+            if isinstance(grad, torch.Tensor):
+                grad.mul_(factor.to(grad.device))
+        if hosted:
+            self._factors = (*known, factor.full_tensor() if is_distributed(factor) else factor)
+            self._grads = {id(grad): _Known(weakref.ref(grad), _marks(grad)) for grad in hosted}
+            self._awaited = True
+        return norm
 
-    def of(self, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def of_step(self, grads: Callable[[], Sequence[torch.Tensor | HostGrad]]) -> tuple[torch.Tensor, ...]:
+        """Factors that a step multiplies gradients in host memory by.
+
+        Args:
+            grads: returns all gradients; called only if factors are noted.
+
+        Raises:
+            RuntimeError: if some gradients in host memory are others than those that were noted, or
+                were changed since; also if all are others, and no step has applied the factors.
+        """
+        if not self._factors:
+            return ()
+        given = _hosted(grads())
+        factors = self._of(given)
+        if self._awaited and given and not factors:
+            raise RuntimeError(f"All gradients in host memory were replaced after clip_grad_norm_(), {_ADVICE}")
+        return factors
+
+    def note_step(self) -> None:
+        """Notes that a step has applied or skipped the factors: gradients may be replaced from now on."""
+        self._awaited = False
+
+    def forget(self) -> None:
+        """Drops all factors."""
+        self._factors, self._grads, self._awaited = (), {}, False
+
+    def _of(self, grads: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Factors of these gradients; none if all are others than those that were noted.
 
         Raises:
@@ -168,31 +224,6 @@ class GradFactors:
                 f"Some gradients in host memory were changed or replaced after clip_grad_norm_(), {_ADVICE}"
             )
         return self._factors
-
-    def of_step(self, grads: Callable[[], Sequence[torch.Tensor]]) -> tuple[torch.Tensor, ...]:
-        """`of`, for a step, which is to apply what was noted since the last one.
-
-        Args:
-            grads: returns all gradients in host memory; called only if factors are noted.
-
-        Raises:
-            RuntimeError: also if all gradients are others, and no step has applied the factors.
-        """
-        if not self._factors:
-            return ()
-        given = grads()
-        factors = self.of(given)
-        if self._awaited and given and not factors:
-            raise RuntimeError(f"All gradients in host memory were replaced after clip_grad_norm_(), {_ADVICE}")
-        return factors
-
-    def note_step(self) -> None:
-        """Notes that a step has applied or skipped the factors: gradients may be replaced from now on."""
-        self._awaited = False
-
-    def forget(self) -> None:
-        """Drops all factors."""
-        self._factors, self._grads, self._awaited = (), {}, False
 
 
 _ADVICE = (
