@@ -15,13 +15,11 @@ import torch
 from fused_offload.checkpoint.load import apply_load, plan_load
 from fused_offload.checkpoint.state_dict import pack, pack_for_torch
 from fused_offload.checkpoint.torch_dcp import is_dummy_step, wanted_state_dict
-from fused_offload.kernels.formats import Format
-from fused_offload.model_hooks.auto_prefetch import AutoPrefetch, check_attach_arguments
+from fused_offload.model_hooks.auto_prefetch import AutoPrefetch, Streams, check_attach_arguments
 from fused_offload.model_hooks.backward_step import BackwardSteps, refuse_scaler, stepped_params
 from fused_offload.params import placement
 from fused_offload.params.dense import is_frozen
 from fused_offload.params.quantised import is_quantised, reduces_amax
-from fused_offload.params.tracker import Updates
 from fused_offload.params.validation import check_params
 from fused_offload.plan.transfer_settings import check_params_on_host, config_of_two_phases
 from fused_offload.rules.arguments import MASTER_FORMATS, check_dtypes, check_master_dtype, check_switches
@@ -29,17 +27,15 @@ from fused_offload.rules.base import MASTER_PARAM, UpdateRule, check_phases
 from fused_offload.rules.given_params import CPU_SHARDS, are_cpu_shards, check_given
 from fused_offload.state.entry import StateEntry
 from fused_offload.state.group_steps import GroupSteps
+from fused_offload.state.layout import FormatsOf
 from fused_offload.state.mapping import StateMapping
 from fused_offload.state.master_weights import formats_with_master, refresh_master
 from fused_offload.state.memory_report import MemoryReport, memory_report
 from fused_offload.state.param_state import StateHooks
 from fused_offload.state.store import StateStore
 from fused_offload.step.clipping import Clipping, HostGrad
-from fused_offload.step.grad_scaler import scaler_inputs
 from fused_offload.step.step_report import StepReport
 from fused_offload.step.stepper import Stepper
-from fused_offload.stream.queues import CurrentStreams
-from fused_offload.stream.step_inputs import ScalerInputs
 
 from .config import OffloadConfig
 from .memory import cuda_driver
@@ -243,15 +239,15 @@ class OffloadOptimizer(torch.optim.Optimizer):
             with self._last_part(grad_scaler):
                 rule = self._checked_rule()
                 updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=self.use_decoupled_grad)
-                scaler = self._scaler_inputs(grad_scaler, updates)
+                scaler = self._stepper.scaler_inputs(self, grad_scaler, updates)
                 factors = self._clipping.of_step(self._grads)
                 if not scaler.skipped_on_host():
                     self._stepper.step(
                         self.param_groups,
                         updates,
-                        scaler,
                         rule,
                         self._params_with_state,
+                        scaler=scaler,
                         grad_factors=factors,
                     )
                 self._clipping.note_step()
@@ -294,15 +290,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
             rule.check_group(group, lr_required=True)
         return rule
 
-    def _scaler_inputs(self, grad_scaler: Any, updates: Updates) -> ScalerInputs:
-        scaler = scaler_inputs(self, grad_scaler)
-        on_device = updates.params and self._stepper.on_one_gpu() and not self._stepper.has_quantised()
-        if scaler.found_inf is not None and not on_device:
-            # The CPU needs the flag now. Several devices would each count skips alone, without a
-            # launch none counts, and what quantises a parameter cannot be skipped on the device.
-            scaler = scaler.on(torch.device("cpu"))
-        return scaler
-
     def _step_part(self, grads: Mapping[int, torch.Tensor], part: int, done: Callable[[], None]) -> None:
         """Updates the parameters with these gradients, by ``id``, as a part of a step.
 
@@ -312,9 +299,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._check_usable()
         rule = self._checked_rule()
         updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=False, given=grads)
-        self._stepper.step(
-            self.param_groups, updates, ScalerInputs(), rule, self._params_with_state, part=part, done=done
-        )
+        self._stepper.step(self.param_groups, updates, rule, self._params_with_state, part=part, done=done)
 
     def _restart_groups(self) -> None:
         self._group_steps.restart()
@@ -499,7 +484,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
             if stored.is_set(MASTER_PARAM) and MASTER_PARAM in stored.views and stored.extent is not None:
                 refresh_master(stored)
 
-    def _formats_of_new(self) -> Callable[[torch.Tensor], dict[str, Format]]:
+    def _formats_of_new(self) -> FormatsOf:
         """Function that returns the stored format of each state key of a new parameter."""
         formats = self._rule().formats
         if not self.master_weights:
@@ -786,8 +771,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Times that torch's allocator ran out of memory on those devices and retried."""
         return sum(stats["num_alloc_retries"] for stats in self._stepper.devices.allocators())
 
-    def _current_streams(self) -> CurrentStreams:
-        return CurrentStreams(self._stepper.devices.pipelines)
+    def _current_streams(self) -> Streams:
+        return self._stepper.devices.current_streams()
 
     def _compute_queue(self, device: torch.device) -> Hashable:
         return self._stepper.devices.compute_queue(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +32,9 @@ def chunk_numel(chunk_bytes: int, alignment_bytes: int) -> int:
     """
     return max(1, chunk_bytes // alignment_bytes) * ALIGNMENT
 
+
+FormatsOf = Callable[[torch.Tensor], dict[str, Format]]
+"""Function that returns the stored format of each state key of a parameter."""
 
 _ARRAY_ALIGNMENT = 256  # bytes; the widest access of any copy or kernel
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -12,6 +12,7 @@ from fused_offload.params.dtensors import local_of
 from fused_offload.params.quantised import half_step_of, is_quantised, plain_values
 from fused_offload.rules.base import MASTER_PARAM
 
+from .layout import FormatsOf
 from .param_state import ParamState
 
 _SMALLEST_SHARE = 2.0**-14
@@ -20,9 +21,7 @@ largest number of its tile."""
 _COMPARED_ELEMENTS = 4 * 2**20  # at a time; a multiple of the scale group
 
 
-def formats_with_master(
-    formats: Mapping[str, Format], master: Format, *, remainders: bool
-) -> Callable[[torch.Tensor], dict[str, Format]]:
+def formats_with_master(formats: Mapping[str, Format], master: Format, *, remainders: bool) -> FormatsOf:
     """Function that returns the stored format of each state key of a new parameter.
 
     Args:

@@ -19,7 +19,7 @@ from fused_offload.params.dense import addresses_of
 from fused_offload.params.dtensors import local_of
 from fused_offload.params.quantised import is_quantised
 
-from .layout import Layout, align
+from .layout import FormatsOf, Layout, align
 from .mapping import StateMapping
 from .param_state import ParamState, StateHooks
 from .storage import Extent
@@ -93,7 +93,7 @@ class StateStore:
         self,
         config: OffloadConfig,
         hooks: StateHooks,
-        formats: Callable[[], Callable[[torch.Tensor], dict[str, Format]]],
+        formats: Callable[[], FormatsOf],
     ) -> None:
         """An empty store.
 
@@ -116,7 +116,7 @@ class StateStore:
         """Stored format of each state key of a parameter, before and after it gets its storage."""
         return self.formats()(param)
 
-    def formats(self) -> Callable[[torch.Tensor], dict[str, Format]]:
+    def formats(self) -> FormatsOf:
         """`formats_of` for many parameters."""
         of_new = self._formats_of_new()
 

@@ -18,7 +18,7 @@ from fused_offload.rules.base import Phase
 from fused_offload.state.layout import Layout
 from fused_offload.stream.cpu_backend import work_on_cpu
 from fused_offload.stream.pipeline import Pipeline, PreparedStep
-from fused_offload.stream.queues import current_queue
+from fused_offload.stream.queues import CurrentStreams, current_queue
 from fused_offload.stream.step_inputs import StepInputs
 
 from .profiler_ranges import profiler_range
@@ -126,6 +126,10 @@ class Devices:
     def compute_queue(self, device: torch.device) -> Hashable:
         """The stream that a step would run its kernels on now, for comparison; None on the CPU."""
         return None if device == _CPU else current_queue(device)
+
+    def current_streams(self) -> CurrentStreams:
+        """The caller's current streams on the devices in use."""
+        return CurrentStreams(self.pipelines)
 
     def pending_skips(self) -> int:
         """Number of pending steps."""

@@ -24,6 +24,7 @@ from fused_offload.state.store import StateStore
 from fused_offload.stream.step_inputs import ScalerInputs, StepInputs
 
 from .devices import Devices
+from .grad_scaler import scaler_inputs
 from .profiler_ranges import profiler_range
 
 
@@ -148,9 +149,21 @@ class Stepper:
             return measured
         return sum(extent.nbytes for extent in self._store.extents() if extent.slab is not None) / assumed_bytes_per_s
 
-    def has_quantised(self) -> bool:
-        """True if some parameters are quantised."""
-        return self._watch.has_quantised
+    def scaler_inputs(self, optimizer: Any, grad_scaler: Any, updates: Updates) -> ScalerInputs:
+        """Signals of a gradient scaler, where the step can read them.
+
+        Args:
+            optimizer: see `grad_scaler.scaler_inputs`.
+            grad_scaler: likewise.
+            updates: result of `observe`.
+        """
+        scaler = scaler_inputs(optimizer, grad_scaler)
+        on_device = updates.params and self.on_one_gpu() and not self._watch.has_quantised
+        if scaler.found_inf is not None and not on_device:
+            # The CPU needs the flag now. Several devices would each count skips alone, without a
+            # launch none counts, and what quantises a parameter cannot be skipped on the device.
+            scaler = scaler.on(torch.device("cpu"))
+        return scaler
 
     def on_one_gpu(self) -> bool:
         """True if all parameters are stepped by one CUDA device."""
@@ -173,10 +186,10 @@ class Stepper:
         self,
         param_groups: Sequence[dict[str, Any]],
         updates: Updates,
-        scaler: ScalerInputs,
         rule: UpdateRule,
         wanted: Callable[[], list[torch.Tensor]],
         *,
+        scaler: ScalerInputs = ScalerInputs(),  # noqa: B008 - immutable
         grad_factors: tuple[torch.Tensor, ...] = (),
         part: int | None = None,
         done: Callable[[], None] | None = None,
@@ -189,9 +202,9 @@ class Stepper:
         Args:
             param_groups: the optimizer's groups; ``step`` is updated.
             updates: result of `observe`.
-            scaler: a gradient scaler's signals.
             rule: the update rule.
             wanted: returns the parameters that get state; called only if parameters have changed.
+            scaler: result of `scaler_inputs`.
             grad_factors: factors of gradients in host memory, see `StepInputs`.
             part: number of this part if another one follows, else None. The step is counted with
                 its last part only.
