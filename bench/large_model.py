@@ -59,7 +59,8 @@ from torch.utils.checkpoint import checkpoint
 from fused_offload import FusedOffloadAdam, OffloadConfig, cli
 from fused_offload.memory.host_limits import available_host_bytes
 from fused_offload.state.memory_report import MemoryReport
-from fused_offload.tuning.budget import Training, memory_of
+from fused_offload.tuning.budget import memory_of
+from fused_offload.tuning.training import Training
 
 MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "uint8": torch.uint8}
 LOSS_TOKENS = 1024

@@ -19,7 +19,7 @@ from fused_offload.model_hooks.auto_prefetch import AutoPrefetch, Streams, check
 from fused_offload.model_hooks.backward_step import BackwardSteps, refuse_scaler, stepped_params
 from fused_offload.params import placement
 from fused_offload.params.dense import is_frozen
-from fused_offload.params.quantised import is_quantised, reduces_amax
+from fused_offload.params.quantised import is_quantised
 from fused_offload.params.validation import check_params
 from fused_offload.plan.transfer_settings import check_params_on_host, config_of_two_phases
 from fused_offload.rules.arguments import MASTER_FORMATS, check_dtypes, check_master_dtype, check_switches
@@ -687,12 +687,6 @@ class OffloadOptimizer(torch.optim.Optimizer):
                 "fit into a backward pass; call step() behind it"
             )
         params = stepped_params(self, models, clip_value)
-        if any(is_quantised(param) and reduces_amax(param) for param in params):
-            raise RuntimeError(
-                "Some parameters agree with other ranks on a scale when they are quantised (current scaling), and "
-                "gradients do not arrive in the same order on all ranks. Call step() behind the backward pass, or use "
-                "delayed or blockwise scaling."
-            )
         self.reserve_gpu_memory()
         if self._backward_steps is not None:
             self._backward_steps.detach()

@@ -22,8 +22,10 @@ from fused_offload.profiles.machine_key import MachineKey
 from fused_offload.profiles.profile import Choice, Profile, Timing
 from fused_offload.profiles.profile_files import Found
 from fused_offload.profiles.units import MIB
-from fused_offload.tuning.budget import PARAM_DTYPES, STORED_DTYPES, Training, largest_model, memory_of, step_time
+from fused_offload.tuning.budget import largest_model, memory_of
+from fused_offload.tuning.prediction import step_time
 from fused_offload.tuning.sizes import Decoder, count_config
+from fused_offload.tuning.training import PARAM_DTYPES, STORED_DTYPES, Training
 
 LLAMA2_7B = {
     "model_type": "llama",

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from fused_offload.params.dtensors import is_distributed, is_offloaded_by_fsdp, is_replicated, like_param, local_of
+from fused_offload.params.quantised import is_quantised, reduces_amax
 
 from .stepped_grad import GONE, SteppedGrad
 from .weak_hook import WeakHook
@@ -289,6 +290,7 @@ def stepped_params(
             "stepped in their backward passes. Pass the models whose parameters the optimizer got."
         )
     _check_stepped_by_no_other(hooked, optimizer)
+    _check_amaxes(hooked)
     return hooked
 
 
@@ -334,6 +336,16 @@ def _check_stepped_by_no_other(params: Sequence[torch.Tensor], optimizer: Steppi
             "passes (step_in_backward), and a gradient can be applied once. Call close() on that optimizer first. If "
             "its name is taken, as after a notebook cell that ran twice, delete what still refers to it, such as a "
             "learning rate scheduler, or build the model again."
+        )
+
+
+def _check_amaxes(params: Sequence[torch.Tensor]) -> None:
+    """Raises RuntimeError where ranks communicate when they quantise a parameter."""
+    if any(is_quantised(param) and reduces_amax(param) for param in params):
+        raise RuntimeError(
+            "Some parameters agree with other ranks on a scale when they are quantised (current scaling), and "
+            "gradients do not arrive in the same order on all ranks. Call step() behind the backward pass, or use "
+            "delayed or blockwise scaling."
         )
 
 

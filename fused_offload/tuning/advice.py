@@ -6,8 +6,9 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from .budget import Memory, Training, fits_into, memory_of
+from .budget import Memory, fits_into, memory_of
 from .output import gb
+from .training import Training
 
 _FRACTIONS = tuple(percent / 100 for percent in range(95, -1, -5))
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from fused_offload.config import OffloadConfig
 from fused_offload.profiles.units import MOST_PARAMS
 
-from .budget import Training
 from .sizes import MEGATRON_SIZES, Decoder, count_config, head_dim_of
+from .training import Training
 
 
 class Request(NamedTuple):

@@ -12,10 +12,11 @@ from typing import Any
 from fused_offload.profiles import profile_files as profiles
 
 from .advice import advice
-from .budget import Memory, Training, fits_into, largest_model, memory_of
+from .budget import Memory, fits_into, largest_model, memory_of
 from .plan_arguments import Request, request_of
 from .plan_output import answer, notes_on, show
 from .prediction import Prediction, TransferSettings, predict, streaming_by
+from .training import Training
 
 
 def plan(options: argparse.Namespace) -> int:

@@ -10,9 +10,10 @@ from fused_offload.model_hooks.backward_step import PART_BYTES
 from fused_offload.profiles.profile_files import Found
 from fused_offload.profiles.units import MIB
 
-from .budget import Memory, Training
+from .budget import Memory
 from .output import duration, gb, ms, new_console, print_line
 from .prediction import Prediction
+from .training import Training
 
 _HOST_MS = 3.0
 """Step time below which host time dominates, which has varied by two thirds."""

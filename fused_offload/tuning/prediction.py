@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fused_offload.plan.transfer_settings import settle
 from fused_offload.profiles.profile import Choice, Profile
+from fused_offload.state.layout import ALIGNMENT
 
-from .budget import (
-    NEWTON_SCHULZ_TFLOPS,
-    Memory,
-    StepTime,
-    Training,
-    memory_of,
-    newton_schulz_ms,
-    profile_step_time,
-    step_time,
-)
+from .budget import Memory, memory_of
 from .cli_choices import DEFAULT_LINK_GBPS
 from .output import duration
+from .training import Training
 
 
 class TransferSettings:
@@ -62,6 +56,70 @@ def streaming_by(choice: Choice | None, training: Training, state_bytes: int) ->
     else:
         how = {"transport": "copy", "chunk_bytes": streaming.chunk_bytes, "depth": streaming.depth}
     return dataclasses.replace(training, offload=dataclasses.replace(training.offload, **how))
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Predicted times of one optimizer step, in ms.
+
+    Attributes:
+        alone_ms: time of a step without concurrent work.
+        exposed_ms: lower bound of the time that a step adds to an iteration, reached if all hidden
+            bytes move under the backward and forward passes.
+    """
+
+    alone_ms: float
+    exposed_ms: float
+
+
+def step_time(memory: Memory, link_gbps: float, compute_ms: float = 0.0) -> StepTime:
+    """Predicts the step from bytes and the speed of the link.
+
+    Kernels, launches and the slowdown of concurrent work are not counted.
+
+    Args:
+        memory: memory of the model.
+        link_gbps: GB/s each way with both directions busy.
+        compute_ms: time of operations on whole matrices, which the copies run beside.
+    """
+    moved = memory.host_state + memory.host_params  # to the GPU; fewer bytes come back
+    return StepTime(*(max(compute_ms, nbytes / link_gbps / 1e6) for nbytes in (moved, moved - memory.hidden)))
+
+
+NEWTON_SCHULZ_TFLOPS = 600.0
+"""Assumed speed of large bfloat16 products on an H100 or H200."""
+
+
+def newton_schulz_ms(param_numel: int, training: Training) -> float:
+    """Time of a rank's Newton-Schulz iterations, 5 steps each, if all its matrices are of the largest size.
+
+    Args:
+        param_numel: parameters of the whole model.
+        training: settings of the training run.
+    """
+    if training.largest_matrix is None:
+        return 0.0
+    rows, columns = sorted(training.largest_matrix)
+    flop = 5 * (4 * rows + 2 * rows * rows / columns)  # for each element
+    return param_numel / training.model_parallel / training.state_parallel * flop / NEWTON_SCHULZ_TFLOPS / 1e9
+
+
+def profile_step_time(memory: Memory, training: Training, profile: Profile) -> StepTime:
+    """Predicts the step from measured steps of this machine, with all ranks of a node at once.
+
+    Args:
+        memory: memory of the model.
+        training: settings of the training run; every rank of a node has a GPU of its own.
+        profile: profile of the machine.
+    """
+    if training.params_on_host:
+        return step_time(memory, profile.link_of(training.ranks_per_node).gbps)
+    bytes_per_param = training.layout().alignment_bytes / ALIGNMENT
+
+    def step_ms(nbytes: int) -> float:
+        return profile.step_ms(nbytes, round(nbytes / bytes_per_param), training.ranks_per_node)
+
+    return StepTime(step_ms(memory.host_state), step_ms(memory.host_state - memory.hidden))
 
 
 class Prediction(NamedTuple):

@@ -1,0 +1,124 @@
+"""Training runs that `fused-offload plan` plans."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from fused_offload.config import OffloadConfig
+from fused_offload.kernels.formats import REMAINDER, Format
+from fused_offload.rules.adam import EXP_AVG_SQ_FORMATS
+from fused_offload.rules.arguments import EXP_AVG_FORMATS, MASTER_FORMATS
+from fused_offload.rules.base import MASTER_PARAM
+from fused_offload.rules.muon import MOMENTUM_FORMATS, MuonRule
+from fused_offload.state.layout import Layout
+
+from .cli_choices import DTYPES, MOMENT_DTYPES
+
+PARAM_DTYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
+STORED_DTYPES = dict(zip(MOMENT_DTYPES, (*PARAM_DTYPES.values(), torch.uint8), strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """Settings of a training run.
+
+    Dtypes are keys of `PARAM_DTYPES`, those of moments are keys of `STORED_DTYPES`.
+
+    Attributes:
+        param_dtype: dtype of the parameters.
+        grad_dtype: dtype of the gradients.
+        master: one of `MASTERS`.
+        exp_avg: stored dtype of the first moment.
+        exp_avg_sq: stored dtype of the second moment.
+        data_parallel: data-parallel ranks; they share the optimizer's state, but for Muon's.
+        model_parallel: ranks that share the parameters (tensor times pipeline parallel size).
+        shard_params: True if data-parallel ranks share parameters and gradients, too (FSDP).
+        offload: fraction, chunks and window; ``"auto"`` means the defaults without a profile.
+        ranks_per_node: ranks whose state is in one host's memory.
+        other_gpu_bytes: GPU memory for activations, CUDA context and others. A window of
+            ``"auto"`` is part of it.
+        in_backward: True if gradients are applied and freed during the backward pass
+            (`step_in_backward`).
+        largest_matrix: rows and columns of the largest matrix on a rank, if all parameters are
+            matrices under Muon, whose momentum has the dtype ``exp_avg``. None for Adam.
+        layer_wise: True if each data-parallel rank has Muon's state of some matrices only, as in
+            Megatron's layer-wise optimizer.
+        params_on_host: True if parameters and gradients are in host memory (FSDP2's
+            ``CPUOffloadPolicy``), and their state with them.
+    """
+
+    param_dtype: str = "bf16"
+    grad_dtype: str = "bf16"
+    master: str = "fp32"
+    exp_avg: str = "fp32"
+    exp_avg_sq: str = "fp32"
+    data_parallel: int = 1
+    model_parallel: int = 1
+    shard_params: bool = False
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
+    ranks_per_node: int = 1
+    other_gpu_bytes: int = 0
+    in_backward: bool = False
+    largest_matrix: tuple[int, int] | None = None
+    layer_wise: bool = False
+    params_on_host: bool = False
+
+    def __post_init__(self) -> None:
+        if self.params_on_host:
+            self._check_params_on_host()
+        if self.layer_wise and self.largest_matrix is None:
+            raise ValueError("only Muon is layer-wise; give --muon, too, or leave --layer-wise out")
+        if self.largest_matrix is not None and (self.in_backward or self.offload.window_bytes != 0):
+            raise ValueError("Muon steps behind the backward pass and without a window: leave both out")
+        if self.largest_matrix is not None and self.shard_params:
+            raise ValueError("Muon steps whole matrices, not the parts that FSDP leaves on a rank; leave sharding out")
+        if self.largest_matrix is not None and STORED_DTYPES[self.exp_avg] not in MOMENTUM_FORMATS:
+            raise ValueError(f"Muon keeps its momentum in fp32 or bf16, not in {self.exp_avg}")
+        if self.in_backward and self.offload.window_bytes != 0:
+            raise ValueError("stepping in backward needs window_bytes=0: its copies run under the backward pass anyway")
+
+    def _check_params_on_host(self) -> None:
+        if self.largest_matrix is not None:
+            raise ValueError("Muon cannot step parameters on the host; choose one of the two")
+        if self.in_backward:
+            raise ValueError("parameters on the host cannot be stepped in backward; choose one of the two")
+        if self.offload.window_bytes != 0:
+            raise ValueError("parameters on the host need window_bytes=0: their state moves beside them in the step")
+        if self.data_parallel > 1 and not self.shard_params:
+            raise ValueError("parameters on the host are sharded by FSDP2: plan them with --shard-params")
+
+    @property
+    def state_parallel(self) -> int:
+        """Number of data-parallel ranks that the state is divided among."""
+        return self.data_parallel if self.largest_matrix is None or self.layer_wise else 1
+
+    def layout(self) -> Layout:
+        """The optimizer's layout of offloaded state.
+
+        Raises:
+            ValueError: for remainders of parameters that have none.
+        """
+        if self.master == "remainder" and self.param_dtype != "bf16":
+            raise ValueError(
+                f"a remainder needs bf16 parameters, whose master it completes, but they are {self.param_dtype}: use "
+                "another master"
+            )
+        formats: dict[str, Format] = {
+            "exp_avg": EXP_AVG_FORMATS[STORED_DTYPES[self.exp_avg]],
+            "exp_avg_sq": EXP_AVG_SQ_FORMATS[STORED_DTYPES[self.exp_avg_sq]],
+        }
+        if self.largest_matrix is not None:
+            formats = dict(MuonRule(momentum_dtype=STORED_DTYPES[self.exp_avg]).formats)
+        if self.master == "remainder":
+            formats[MASTER_PARAM] = REMAINDER
+        elif self.master != "none":
+            formats[MASTER_PARAM] = MASTER_FORMATS[PARAM_DTYPES[self.master]]
+        return Layout(
+            torch.device("cuda"),
+            PARAM_DTYPES[self.param_dtype],
+            tuple(formats.items()),
+            resident=False,
+            params_on_host=self.params_on_host,
+        )
