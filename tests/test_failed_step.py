@@ -135,7 +135,7 @@ def upload_copies(optimizer: FusedOffloadAdam, monkeypatch: pytest.MonkeyPatch) 
         for pipeline in optimizer._stepper.devices.pipelines.values():
             memory = pipeline._upload._memory
             if target == memory.data_ptr():
-                assert nbytes <= memory.numel()
+                assert nbytes <= memory.nbytes
         copy_(target, source, nbytes, stream)
 
     monkeypatch.setattr(cuda_driver, "copy_to_device_async", checked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
@@ -105,6 +106,7 @@ class AddressTable:
                 self.rows[rows, 3] -= kind.origin
             self.chunks.append(ChunkRows(first, count, int(programs[rows].sum())))
             first += count
+        self._address = self.rows.ctypes.data
         self._segment = segment
         param_sizes = np.fromiter((param.itemsize for param in updates.params), np.int64, len(updates.params))
         grad_sizes = np.fromiter((dtype.itemsize for dtype in updates.grad_dtypes), np.int64, len(updates.params))
@@ -157,4 +159,4 @@ class AddressTable:
 
     def write_to(self, memory: torch.Tensor) -> None:
         """Copies the rows to the start of ``memory``, uint8 on CPU."""
-        memory[: self.nbytes].numpy()[:] = self.rows.reshape(-1).view(np.uint8)
+        ctypes.memmove(memory.data_ptr(), self._address, self.nbytes)

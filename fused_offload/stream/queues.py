@@ -137,19 +137,19 @@ class CudaOps:
     def copy_to_device(self, slot: Slot, copies: Sequence[Copy]) -> None:
         """Enqueues copies from slabs to a slot."""
         base = slot.memory.data_ptr()
-        for copy, stream in self._in_turns(copies, self.h2d, self._queues.h2d_turns):
-            cuda_driver.copy_to_device_async(base + copy.slot_offset, copy.host_address, copy.nbytes, stream)
+        for host, offset, nbytes, stream in self._in_turns(copies, self.h2d, self._queues.h2d_turns):
+            cuda_driver.copy_to_device_async(base + offset, host, nbytes, stream)
 
     def copy_to_host(self, slot: Slot, copies: Sequence[Copy]) -> None:
         """Enqueues copies from a slot to slabs."""
         base = slot.memory.data_ptr()
-        for copy, stream in self._in_turns(copies, self.d2h, self._queues.d2h_turns):
-            cuda_driver.copy_to_host_async(copy.host_address, base + copy.slot_offset, copy.nbytes, stream)
+        for host, offset, nbytes, stream in self._in_turns(copies, self.d2h, self._queues.d2h_turns):
+            cuda_driver.copy_to_host_async(host, base + offset, nbytes, stream)
 
     def _in_turns(
         self, copies: Sequence[Copy], first: torch.cuda.Stream, second: torch.cuda.Stream
-    ) -> Iterator[tuple[Copy, int]]:
-        """Pieces of copies, each with the raw handle of its stream.
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Pieces of copies as host address, offset in the slot, bytes, and raw handle of the stream.
 
         [Note: turns] A GPU runs the copies of one direction one after another, and those of one
         stream without a break. A small copy on another stream, such as that of ``loss.item()``,
@@ -165,7 +165,7 @@ class CudaOps:
                     self.wait(other, self.record(stream))
                     stream, other, left = other, stream, TURN_BYTES
                 piece = min(left, nbytes - done)
-                yield Copy(host_address + done, slot_offset + done, piece), stream.cuda_stream
+                yield host_address + done, slot_offset + done, piece, stream.cuda_stream
                 done += piece
                 left -= piece
         if stream is second:

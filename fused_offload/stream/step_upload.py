@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from fused_offload.memory import cuda_driver
@@ -32,7 +33,7 @@ class UploadBuffer:
         self._slabs: list[PinnedSlab] = []
         # Pieces, each with the event behind its copy; the oldest first.
         self._pieces: deque[tuple[torch.Tensor, Any]] = deque()
-        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._memory = torch.empty(0, dtype=torch.int64, device="cpu")
         self._table: AddressTable | None = None  # keeps the id below from being reused
         self._holds: tuple[int, Hashable] = (0, -1)
         self._rows = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -58,31 +59,31 @@ class UploadBuffer:
         """
         if not skip_rows and self._holds == (id(table), table.version):
             return self._rows, {}
-        values_by_skips = [row for rows in skip_rows.values() for row in rows]
-        # On the CPU even where torch's default device is another one.
-        values = torch.tensor(values_by_skips, dtype=torch.float32, device="cpu")
-        nbytes = table.nbytes + values.nbytes
+        values = [row for rows in skip_rows.values() for row in rows]
+        values_bytes = len(values) * len(values[0]) * 4 if values else 0
+        nbytes = table.nbytes + values_bytes
         self._holds = (0, -1)  # until the copy is enqueued
-        if nbytes > self._memory.numel():
+        if nbytes > self._memory.nbytes:
             torch.cuda.synchronize(self._device)  # kernels of any stream may still read the table
             size = max(_with_room(nbytes), _LEAST_BYTES)
-            self._memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._memory = torch.empty(size // 8, dtype=torch.int64, device=self._device)
         host = self._piece(nbytes)
         table.write_to(host)
-        host[table.nbytes : nbytes].copy_(values.view(-1).view(torch.uint8))
+        if values:
+            host[table.nbytes : nbytes].numpy().view(np.float32)[:] = np.ravel(values)
         cuda_driver.copy_to_device_async(self._memory.data_ptr(), host.data_ptr(), nbytes, stream)
         self._pieces.append((host, record()))
         self._table, self._holds = table, (id(table), table.version)
-        self._rows = self._memory[: table.nbytes].view(torch.int64).view(table.rows.shape)
-        on_device = self._memory[table.nbytes : nbytes].view(torch.float32).view(values.shape)
-        return self._rows, self._split(skip_rows, on_device)
+        self._rows = self._memory[: table.rows.size].view(table.rows.shape)
+        return self._rows, self._split(skip_rows, table.nbytes) if values else {}
 
-    @staticmethod
-    def _split(skip_rows: Mapping[int, Sequence[Any]], values: torch.Tensor) -> dict[int, torch.Tensor]:
-        rows, first = {}, 0
+    def _split(self, skip_rows: Mapping[int, Sequence[Any]], offset: int) -> dict[int, torch.Tensor]:
+        rows, first = {}, offset // 4
+        values = self._memory.view(torch.float32)
         for group, taken in skip_rows.items():
-            rows[group] = values[first : first + len(taken)]
-            first += len(taken)
+            numel = len(taken) * len(taken[0])
+            rows[group] = values[first : first + numel].view(len(taken), -1)
+            first += numel
         return rows
 
     def _piece(self, nbytes: int) -> torch.Tensor:
