@@ -290,19 +290,17 @@ class OffloadOptimizer(torch.optim.Optimizer):
             rule.check_group(group, lr_required=True)
         return rule
 
-    def _step_part(self, grads: Mapping[int, torch.Tensor], part: int, done: Callable[[], None]) -> None:
+    def _step_part(
+        self, rule: UpdateRule, grads: Mapping[int, torch.Tensor], part: int, done: Callable[[], None]
+    ) -> None:
         """Updates the parameters with these gradients, by ``id``, as a part of a step.
 
         ``done`` is called as the last change of the part; a part that fails before it has failed
         half-way.
         """
         self._check_usable()
-        rule = self._checked_rule()
-        updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=False, given=grads)
+        updates = self._stepper.observe(self.param_groups, rule, decoupled_grad=False, given=grads, part=part)
         self._stepper.step(self.param_groups, updates, rule, self._params_with_state, part=part, done=done)
-
-    def _restart_groups(self) -> None:
-        self._group_steps.restart()
 
     def _end_parts(self) -> None:
         self._stepper.devices.end_step()

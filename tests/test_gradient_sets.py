@@ -108,3 +108,32 @@ def test_gradients_are_checked_again_where_their_kind_changed(monkeypatch: pytes
             groups = optimizer.param_groups
             with pytest.raises(kind, match=words):
                 optimizer._stepper._watch.observe(groups, False, {id(params[(missing + 2) % 4]): bad})
+
+
+def test_a_known_part_is_checked_again_where_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, optimizer = build(4, monkeypatch)
+
+    def observe(**grads: torch.Tensor) -> Any:
+        given = {id(params[place]): grads.get(f"of_{place}", torch.ones(SHAPE)) for place in (3, 1)}
+        return optimizer._stepper._watch.observe(optimizer.param_groups, False, given, 0)
+
+    for bad, kind, words in (
+        (torch.ones(17), RuntimeError, "shape"),
+        (torch.ones(SHAPE, dtype=torch.float64), TypeError, "float64"),
+        (torch.ones(SHAPE).to_sparse(), RuntimeError, "sparse"),
+        (params[3].detach(), RuntimeError, "shares memory"),
+    ):
+        for _ in range(3):
+            assert observe().positions == [1, 3]
+        with pytest.raises(kind, match=words):
+            observe(of_1=bad)
+    before = observe()
+    assert observe().signature == before.signature
+    moved = [params[place].data for place in (1, 3)]  # kept, so that their addresses are not given out again
+    for place in (1, 3):
+        params[place].data = params[place].data.clone()
+    assert observe().param_addresses.tolist() == [params[place].data_ptr() for place in (1, 3)]
+    assert before.param_addresses.tolist() == [tensor.data_ptr() for tensor in moved]
+    params[3].data = torch.zeros(17)
+    with pytest.raises(RuntimeError, match="shape"):
+        observe()

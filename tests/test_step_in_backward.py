@@ -185,7 +185,7 @@ def test_small_parameters_are_stepped_together(device: str, monkeypatch: pytest.
     optimizer.step_in_backward(model)
     parts = []
 
-    def step_part(grads: dict[int, torch.Tensor], part: int, done: Callable[[], None]) -> None:
+    def step_part(rule: Any, grads: dict[int, torch.Tensor], part: int, done: Callable[[], None]) -> None:
         parts.append(len(grads))
         done()
 

@@ -15,6 +15,7 @@ import torch
 
 from fused_offload.params.dtensors import is_distributed, is_offloaded_by_fsdp, is_replicated, like_param, local_of
 from fused_offload.params.quantised import is_quantised, reduces_amax
+from fused_offload.rules.base import UpdateRule
 
 from .stepped_grad import GONE, SteppedGrad
 from .weak_hook import WeakHook
@@ -38,11 +39,13 @@ class Stepping(Protocol):
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
 
-    def _step_part(self, grads: Mapping[int, torch.Tensor], part: int, done: Callable[[], None]) -> None:
-        """Updates the parameters of these gradients, by ``id``, as one part of a step."""
+    def _checked_rule(self) -> UpdateRule:
+        """The arithmetic of a step, once the groups are checked."""
 
-    def _restart_groups(self) -> None:
-        """Resets the step count of groups that have lost all of their state."""
+    def _step_part(
+        self, rule: UpdateRule, grads: Mapping[int, torch.Tensor], part: int, done: Callable[[], None]
+    ) -> None:
+        """Updates the parameters of these gradients, by ``id``, as one part of a step."""
 
     def _end_parts(self) -> None:
         """Ends the parts of this step."""
@@ -105,7 +108,8 @@ class BackwardSteps:
         self._placeholders: dict[int, SteppedGrad] = {}
         self._arrived: dict[int, torch.Tensor] = {}  # parameters with a gradient in this iteration
         self._waiting: dict[Hashable, _Waiting] = {}  # by device and queue
-        self._settings: list[dict[str, Any]] | None = None
+        self._rule: UpdateRule | None = None  # of this iteration
+        self._settings: list[dict[str, Any]] = []
         self._parts = 0
         take = WeakHook(self._take)
         self._handles = [param.register_post_accumulate_grad_hook(take) for param in params]
@@ -150,7 +154,7 @@ class BackwardSteps:
         optimizer = self._optimizer_ref()
         assert optimizer is not None
         if self._parts:
-            self._check_settings(optimizer)
+            self._settled_rule(optimizer)
         self._check_untouched()
         self._put_back()
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -180,7 +184,7 @@ class BackwardSteps:
         optimizer = self._optimizer_ref()
         if optimizer is None or param.grad is None:
             return
-        with self._lock, torch.no_grad():
+        with self._lock:
             if id(param) in self._arrived:
                 param.grad = self._placeholder(param)
                 raise RuntimeError(GONE)
@@ -188,14 +192,17 @@ class BackwardSteps:
             device = local_of(grad).device
             # Kernels run in the queue that computed their gradients: it owns the freed memory.
             queue = (device, optimizer._compute_queue(device))
-            waiting = self._waiting.setdefault(queue, _Waiting())
+            waiting = self._waiting.get(queue)
+            if waiting is None:
+                waiting = self._waiting[queue] = _Waiting()
             waiting.add(param, grad)
             self._arrived[id(param)] = param
             param.grad = self._placeholder(param)  # last: an interrupt must not lose the gradient
             if waiting.nbytes >= PART_BYTES:
-                self._check_settings(optimizer)
-                self._clip(list(waiting.grads.values()))
-                optimizer._step_part(waiting.grads, self._parts, lambda: self._applied(queue))
+                with torch.no_grad():
+                    rule = self._settled_rule(optimizer)
+                    self._clip(list(waiting.grads.values()))
+                    optimizer._step_part(rule, waiting.grads, self._parts, lambda: self._applied(queue))
 
     def _applied(self, queue: Hashable) -> None:
         """Drops the gradients that a part has applied."""
@@ -233,13 +240,13 @@ class BackwardSteps:
                     "stepped it (step_in_backward). Leave .grad alone until optimizer.step()."
                 )
 
-    def _check_settings(self, optimizer: Stepping) -> None:
-        if self._settings is None:
-            optimizer._restart_groups()
+    def _settled_rule(self, optimizer: Stepping) -> UpdateRule:
+        """The arithmetic of this iteration, whose hyperparameters may not change."""
+        rule = self._rule or optimizer._checked_rule()
         keys = (*optimizer.defaults, "step")
         settings = [{key: _frozen(group.get(key)) for key in keys} for group in optimizer.param_groups]
-        if self._settings is None:
-            self._settings = settings
+        if self._rule is None:
+            self._rule, self._settings = rule, settings
         for index, (first, now) in enumerate(zip(self._settings, settings, strict=False)):
             changed = [key for key in first if first[key] != now[key]]
             if changed:
@@ -247,6 +254,7 @@ class BackwardSteps:
                     f"{', '.join(changed)} of parameter group {index} changed between parts of one step "
                     "(step_in_backward). Change hyperparameters, and call lr_scheduler.step(), after optimizer.step()."
                 )
+        return rule
 
     def _clip(self, grads: list[torch.Tensor]) -> None:
         if self._clip_value is not None and grads:
@@ -257,7 +265,7 @@ class BackwardSteps:
     def _close(self) -> None:
         self._waiting.clear()
         self._arrived.clear()
-        self._settings = None
+        self._rule = None
         self._parts = 0
         optimizer = self._optimizer_ref()
         if optimizer is not None:

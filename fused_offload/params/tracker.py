@@ -54,12 +54,32 @@ class Updates(NamedTuple):
             param.copy_(copy)
 
 
+class _Seen(NamedTuple):
+    """Parameters and gradients of an earlier step or part, to compare a later one with.
+
+    Attributes:
+        present: place of each parameter with a gradient.
+        filled: those of them that have elements, by their index in ``present``.
+        guards: metadata of the present parameters, then of their gradients.
+        param_addresses: address of each present parameter, as the bytes of an int64 array.
+        spans: memory of the parameters that have elements.
+        updates: the result, without the gradients, which the caller frees.
+    """
+
+    present: list[int]
+    filled: np.ndarray
+    guards: TensorGuards
+    param_addresses: bytes
+    spans: ParamSpans
+    updates: Updates
+
+
 class ParamTracker:
     """All parameters of the groups and their gradients, validated again only after a change.
 
     Between steps, callers replace parameters, swap their storage, edit groups and get new
-    gradients. Every step compares all of them with the last step in bulk, which is cheap. Full
-    validation runs only where they differ.
+    gradients. Every step compares what it updates with the last step in bulk, which is cheap, and
+    every part with the last part of its number. Full validation runs only where they differ.
 
     Attributes:
         params: parameters in group order, as the groups hold them.
@@ -82,12 +102,12 @@ class ParamTracker:
         self._param_guards = TensorGuards(())
         self._addresses = addresses_of([])
         self._numels = self._span_bytes = np.empty(0, np.int64)
+        self._metadata: list[Metadata] = []
         # Of each parameter's last gradient that was read where it was.
         self._good_metadata: list[Metadata] = []
-        self._present: list[int] = []
-        self._grad_guards = TensorGuards(())
-        self._spans: ParamSpans | None = None
-        self._last: Updates | None = None  # without its gradients, which the caller frees
+        self._places: list[int] = []
+        self._place_of: dict[int, int] = {}
+        self._seen: dict[int | None, _Seen] = {}  # by part; of whole steps and last parts under None
         self._version = 0
 
     def observe(
@@ -95,6 +115,7 @@ class ParamTracker:
         param_groups: Sequence[dict[str, Any]],
         decoupled: bool,
         given: Mapping[int, torch.Tensor] | None = None,
+        part: int | None = None,
     ) -> Updates:
         """Takes in groups and gradients as they are now, and validates what changed.
 
@@ -103,6 +124,7 @@ class ParamTracker:
             decoupled: read ``decoupled_grad`` instead of ``grad``.
             given: gradients by the ``id`` of their parameter, to be taken instead of those on the
                 parameters.
+            part: number of the part that the given gradients are.
 
         Returns:
             Parameters with gradients.
@@ -113,29 +135,61 @@ class ParamTracker:
         """
         params = [param for group in param_groups for param in group["params"]]
         lengths = [len(group["params"]) for group in param_groups]
-        tensors = locals_of(params) if self._some_distributed else params
-        unchanged = (
-            lengths == self._lengths
-            and same_objects(params, self.params)
-            and self._param_guards.match(tensors)
-            and np.array_equal(self._addresses, addresses_of(tensors))
-        )
-        if not unchanged:
+        if not (lengths == self._lengths and same_objects(params, self.params)):
             self._take_in(param_groups, params, lengths)
-        found: list[torch.Tensor | None]
+        places = self._places
+        grads: list[Any]
         if given is not None:
-            found = [given.get(id(param)) for param in params]
+            places = sorted([self._place_of[key] for key in given if key in self._place_of])
+            grads = [given[id(self.params[place])] for place in places]
         elif decoupled:
-            found = [getattr(param, "decoupled_grad", None) for param in params]
+            grads = [getattr(param, "decoupled_grad", None) for param in params]
         else:
             # As .grad, without its warning for views of a flat buffer.
-            found = [param._grad for param in params]
+            grads = [param._grad for param in params]
         if self._some_distributed:
-            found = list(map(local_grad, params, found, self.groups))
-        return self._like_last(found) or self._checked(found)
+            grads = [
+                local_grad(self.params[place], grad, self.groups[place])
+                for place, grad in zip(places, grads, strict=True)
+            ]
+        updates = self._as_seen(part, places, grads)
+        if updates is None:
+            tensors = locals_of(params) if self._some_distributed else params
+            if not (self._param_guards.match(tensors) and np.array_equal(self._addresses, addresses_of(tensors))):
+                self._take_in(param_groups, params, lengths)
+            updates = self._checked(part, places, grads)
+        return updates
+
+    def _as_seen(self, part: int | None, places: list[int], grads: list[Any]) -> Updates | None:
+        """The updates, if they differ in nothing but addresses of gradients from earlier ones."""
+        seen = self._seen.get(part)
+        if seen is None:
+            return None
+        if len(places) > len(seen.present):
+            places = [place for place, grad in zip(places, grads, strict=True) if grad is not None]
+            grads = [grad for grad in grads if grad is not None]
+        if places != seen.present:
+            return None
+        params = self.params if len(places) == len(self.params) else [self.params[place] for place in places]
+        tensors = [*(locals_of(params) if self._some_distributed else params), *grads]
+        if not seen.guards.match(tensors):
+            return None
+        addresses = addresses_of(tensors)
+        of_params, of_grads = addresses[: len(places)], addresses[len(places) :]
+        if of_params.tobytes() != seen.param_addresses:
+            return None
+        if len(seen.filled) < len(places):
+            of_grads, grads = of_grads[seen.filled], [grads[index] for index in seen.filled]
+        updates = seen.updates
+        if of_grads.tobytes() != updates.grad_addresses.tobytes():
+            seen.spans.check_apart(of_grads)
+            self._version += 1
+            updates = updates._replace(grad_addresses=of_grads, version=self._version)
+            self._seen[part] = seen._replace(updates=updates)
+        return updates._replace(grads=grads)
 
     def _take_in(self, param_groups: Sequence[dict[str, Any]], params: list[torch.Tensor], lengths: list[int]) -> None:
-        self._last = None
+        self._seen.clear()
         for index, group in enumerate(param_groups):
             check_params(group["params"], f"parameter group {index}")
         self.params, self._lengths = params, lengths
@@ -144,7 +198,8 @@ class ParamTracker:
         self.groups = [index for index, length in enumerate(lengths) for _ in range(length)]
         self.has_quantised = any(map(is_quantised, tensors))
         self._with_gaps = {position for position, tensor in enumerate(tensors) if not is_dense(tensor)}
-        self._param_guards, self._addresses = TensorGuards(list(map(metadata_of, tensors))), addresses_of(tensors)
+        self._metadata = list(map(metadata_of, tensors))
+        self._param_guards, self._addresses = TensorGuards(self._metadata), addresses_of(tensors)
         self._numels = np.fromiter(map(torch.Tensor.numel, tensors), np.int64, len(tensors))
         self._span_bytes = self._numels * _itemsizes([tensor.dtype for tensor in tensors])
         for position, param in enumerate(tensors if self.has_quantised else ()):
@@ -153,47 +208,30 @@ class ParamTracker:
         for position in self._with_gaps:
             self._span_bytes[position] = span_bytes(tensors[position])
         self._good_metadata = [()] * len(tensors)
+        self._places = list(range(len(params)))
+        self._place_of = {id(param): place for place, param in enumerate(params)}
         self.generation += 1
 
-    def _like_last(self, found: list[Any]) -> Updates | None:
-        """The last updates with these gradients, if they have the same metadata and parameters."""
-        last = self._last
-        if last is None:
-            return None
-        if len(last.positions) < len(found):
-            if [index for index, grad in enumerate(found) if grad is not None] != self._present:
-                return None
-            found = [found[position] for position in last.positions]
-        if not self._grad_guards.match(found):
-            return None
-        addresses = addresses_of(found)
-        if not np.array_equal(addresses, last.grad_addresses):
-            assert self._spans is not None
-            self._last = None  # unless the gradients pass
-            self._spans.check_apart(addresses)
-            self._version += 1
-            self._last = last = last._replace(grad_addresses=addresses, version=self._version)
-        return last._replace(grads=found)
-
-    def _checked(self, found: list[Any]) -> Updates:
-        """Updates of gradients that differ from the last step's, after their validation."""
-        self._last = None
-        present = [index for index, grad in enumerate(found) if grad is not None]
+    def _checked(self, part: int | None, places: list[int], grads: list[Any]) -> Updates:
+        """Updates that were not seen before, after their validation."""
+        self._seen.pop(part, None)
+        found = {place: grad for place, grad in zip(places, grads, strict=True) if grad is not None}
+        present = list(found)
         without_gaps = {index: dense_copy(self.tensors[index]) for index in present if index in self._with_gaps}
         copied = bool(without_gaps)
         for index in present:
             grad = found[index]
-            metadata = metadata_of(grad)
-            if metadata != self._good_metadata[index]:
+            kind = metadata_of(grad)
+            if kind != self._good_metadata[index]:
                 param = self.tensors[index]
                 check_grad(param, grad, self.groups[index])
                 found[index] = ordered = _in_memory_order(without_gaps.get(index, param), grad)
                 if ordered is grad:
-                    self._good_metadata[index] = metadata
+                    self._good_metadata[index] = kind
                 else:
                     copied = True
         positions = [index for index in present if self._numels[index]] if not self._numels.all() else present
-        places = np.array(positions, np.int64)
+        there = np.array(positions, np.int64)
         grads = [found[index] for index in positions]
         params = [self.tensors[index] for index in positions]
         if without_gaps:
@@ -206,20 +244,26 @@ class ParamTracker:
             groups=[self.groups[index] for index in positions],
             positions=positions,
             grad_dtypes=dtypes,
-            param_addresses=addresses_of(params) if without_gaps else self._addresses[places],
+            param_addresses=addresses_of(params) if without_gaps else self._addresses[there],
             grad_addresses=addresses_of(grads),
-            numels=self._numels[places],
+            numels=self._numels[there],
             version=self._version,
             # Bytes know their hash, and a plan's key is looked at in every step.
-            signature=(self.generation, places.tobytes(), bytes(map(FLOAT_DTYPES.index, dtypes))),
+            signature=(self.generation, there.tobytes(), bytes(map(FLOAT_DTYPES.index, dtypes))),
             copied=[(self.tensors[index], copy) for index, copy in without_gaps.items()],
         )
-        spans = ParamSpans(self._addresses[places], self._span_bytes[places], self._numels[places] * _itemsizes(dtypes))
+        spans = ParamSpans(self._addresses[there], self._span_bytes[there], self._numels[there] * _itemsizes(dtypes))
         spans.check_apart(updates.grad_addresses)
         if not copied:  # copies have to be made again at every step
-            guards = TensorGuards([self._good_metadata[index] for index in positions])
-            self._present, self._grad_guards, self._spans = present, guards, spans
-            self._last = updates._replace(grads=[])
+            metadata = [table[index] for table in (self._metadata, self._good_metadata) for index in present]
+            self._seen[part] = _Seen(
+                present,
+                np.flatnonzero(self._numels[present]),
+                TensorGuards(metadata),
+                self._addresses[present].tobytes(),
+                spans,
+                updates._replace(grads=[]),
+            )
         return updates
 
 

@@ -96,6 +96,7 @@ class Stepper:
         *,
         decoupled_grad: bool,
         given: Mapping[int, torch.Tensor] | None = None,
+        part: int | None = None,
     ) -> Updates:
         """Finds and checks the step's gradients; changes nothing.
 
@@ -105,6 +106,7 @@ class Stepper:
             decoupled_grad: read ``decoupled_grad`` instead of ``grad``.
             given: gradients by the ``id`` of their parameter, in the place of those on the
                 parameters.
+            part: number of the part that the given gradients are.
 
         Raises:
             TypeError: for values that cannot be parameters or gradients.
@@ -113,7 +115,7 @@ class Stepper:
         """
         self.devices.note_call()
         with profiler_range("check"):
-            updates = self._watch.observe(param_groups, decoupled_grad, given)
+            updates = self._watch.observe(param_groups, decoupled_grad, given, part)
             self._check_entries(updates, rule)
         return updates
 
