@@ -12,19 +12,17 @@ from fused_offload.memory.staging_ring import ENQUEUE_LOCK
 from fused_offload.params import placement
 from fused_offload.params.dtensors import local_of
 from fused_offload.params.placement import Placement
-from fused_offload.params.quantised import is_quantised
 from fused_offload.params.tracker import ParamTracker, Updates
 from fused_offload.plan.planner import Planner, StepPlan
-from fused_offload.plan.transfer_settings import check_params_on_host
 from fused_offload.plan.window_blocks import blocks_of
 from fused_offload.rules.base import MASTER_PARAM, UpdateRule
-from fused_offload.rules.given_params import why_not_quantised
 from fused_offload.state.param_state import ParamState, StateHooks
 from fused_offload.state.store import StateStore
 from fused_offload.stream.step_inputs import ScalerInputs, StepInputs
 
 from .devices import Devices
 from .grad_scaler import scaler_inputs
+from .misfits import misfit
 from .profiler_ranges import profiler_range
 
 
@@ -312,59 +310,13 @@ class Stepper:
         if self._entries_made_for != (self._watch.generation, self._hooks.version):
             # All parameters are checked: later steps, in which others have gradients, check none.
             misfits = [
-                self._misfit(param, group, rule)
+                misfit(param, group, rule, self._store, self._config)
                 for param, group in zip(self._watch.params, self._watch.groups, strict=True)
             ]
             self._misfits = {position: reason for position, reason in enumerate(misfits) if reason}
         for position in updates.positions if self._misfits else ():
             if position in self._misfits:
                 raise RuntimeError(self._misfits[position])
-
-    def _misfit(self, param: torch.Tensor, group: int, rule: UpdateRule) -> str | None:
-        """Reason why a parameter cannot be stepped, or None."""
-        on_host = placement.placement_of(param).on_host
-        try:
-            rule.check_param(param)
-            if on_host:  # may have become so after construction
-                check_params_on_host(self._config, rule.phases, "This optimizer")
-        except (RuntimeError, ValueError) as error:
-            return str(error)
-        reason = why_not_quantised(param, self._store.formats_of(param), rule) if is_quantised(param) else None
-        if reason is not None:
-            return f"A parameter of group {group} is a {type(local_of(param)).__name__}, {reason}"
-        entry = self._store.state[param] if param in self._store.state else None
-        if entry is None or entry.storage.extent is None:
-            return None
-        reason = entry.take_reshaped()
-        if reason is not None:
-            return f"{reason} It is in group {group}."
-        layout, param = entry.storage.extent.layout, local_of(param)
-        if is_quantised(param) != layout.is_quantised:
-            kinds = ["quantised" if quantised else "plain" for quantised in (is_quantised(param), layout.is_quantised)]
-            return (
-                f"A parameter of group {group} is {kinds[0]} now ({type(param).__name__}), but its state was made for "
-                f"a {kinds[1]} one. Drop optimizer.state[param] to start over."
-            )
-        if param.device != layout.param_device:
-            return (
-                f"A parameter of group {group} moved from {layout.param_device} to {param.device} after it got its "
-                "state. Move it back, or save a state dict, build a new optimizer and load it."
-            )
-        if on_host != layout.params_on_host:
-            now, then = ("page-locked now", "not") if on_host else ("not page-locked any more", "page-locked")
-            return (
-                f"A parameter of group {group} is {now}, but was {then} when its state was made, so it would be "
-                "stepped on another device or many times slower. FSDP page-locks what load_state_dict(assign=True) "
-                "assigned in the first forward pass: call model.cpu() before, to have it done at once. Then build a "
-                "new optimizer and load its state."
-            )
-        if param.dtype != layout.param_dtype or param.shape != entry.storage.shape:
-            return (
-                f"A parameter of group {group} is {param.dtype} of shape {tuple(param.shape)} now, but its state "
-                f"was made for {layout.param_dtype} of shape {tuple(entry.storage.shape)}. "
-                "Drop optimizer.state[param] to start over."
-            )
-        return None
 
     def _settle_skips(self, param_groups: Sequence[dict[str, Any]], *, wait: bool = False) -> None:
         """Corrects step counts by the skips that the host has learned of.
