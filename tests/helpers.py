@@ -280,6 +280,7 @@ class Oracle:
         """``number`` counts the optimizer's parameters: with 8-bit moments random numbers depend on
         it.
         """
+        self.laid_out = param.detach()
         self.param = in_memory_order(param, param).clone()
         self.counter = rounding_counter(number, 0)
         master = formats.master_format(param.dtype)

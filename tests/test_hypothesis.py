@@ -1,12 +1,14 @@
-"""Random trainings against an oracle that knows no chunks, no storage and no groups: every bit,
-after every event.
+"""Random trainings against an oracle that knows no chunks, no storage, no groups and no places:
+every bit, after every event.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import io
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import helpers
@@ -21,6 +23,8 @@ from torch import nn
 from fused_offload import FusedOffloadAdam, OffloadConfig
 
 device = helpers.device
+if importlib.util.find_spec("triton"):
+    from cpu_pipeline import on_host  # noqa: F401
 
 MOMENT_DTYPES = [*DTYPES, torch.uint8]
 EXAMPLES = 250  # times the four kinds of masters
@@ -73,26 +77,36 @@ configs = st.builds(
     depth=st.integers(1, 4),
 )
 group_specs = st.tuples(st.lists(param_specs(), max_size=3), hyperparameters)
-events = st.lists(
-    st.one_of(
-        st.tuples(st.just("step"), st.sampled_from([1.0, 1.0, 1e-6, 1e6, 0.0, math.nan, math.inf])),
-        st.tuples(st.just("step"), st.sampled_from([1.0, 1e-3])),
-        st.tuples(st.just("scaled step"), st.sampled_from([2.0**16, 3.0])),
-        st.tuples(st.just("skipped step"), st.none()),
-        st.tuples(st.just("edit"), hyperparameters),
-        st.tuples(st.just("resume"), configs),
-        st.tuples(st.just("resume from a file"), configs),
-        st.tuples(st.just("new group"), group_specs),
-    ),
-    min_size=4,
-    max_size=8,
+EVENTS = (
+    st.tuples(st.just("step"), st.sampled_from([1.0, 1.0, 1e-6, 1e6, 0.0, math.nan, math.inf])),
+    st.tuples(st.just("step"), st.sampled_from([1.0, 1e-3])),
+    st.tuples(st.just("scaled step"), st.sampled_from([2.0**16, 3.0])),
+    st.tuples(st.just("skipped step"), st.none()),
+    st.tuples(st.just("edit"), hyperparameters),
+    st.tuples(st.just("resume"), configs),
+    st.tuples(st.just("resume from a file"), configs),
+    st.tuples(st.just("new group"), group_specs),
+)
+CLIPS = (
+    st.tuples(st.just("clipped step"), st.sampled_from([1.0, 1e-3, 1e30])),
+    st.tuples(st.just("step clipped twice"), st.sampled_from([1.0, 1e-3])),
 )
 
 
 class Training:
     """An optimizer and, beside it, one oracle per parameter."""
 
-    def __init__(self, seed: int, device: str, formats: FormatsCase, adam_w_mode: bool, groups: list[Any]) -> None:
+    def __init__(
+        self,
+        seed: int,
+        device: str,
+        formats: FormatsCase,
+        adam_w_mode: bool,
+        groups: list[Any],
+        hosted: list[torch.Tensor] | None = None,
+    ) -> None:
+        """``hosted`` gets every other parameter, by chance, as one in host memory."""
+        self.hosted = hosted
         self.random = torch.Generator().manual_seed(seed)
         self.device = device
         self.formats = formats
@@ -112,6 +126,8 @@ class Training:
 
     def new_group(self, specs: list[ParamSpec], settings: dict[str, Any]) -> dict[str, Any]:
         params = [nn.Parameter(self.values(s.shape, s.dtype, s.order), requires_grad=not s.frozen) for s in specs]
+        if self.hosted is not None:
+            self.hosted += [param for param in params if self.choose(2)]
         self.specs.append(specs)
         first = sum(map(len, self.oracles))
         self.oracles.append([Oracle(param, self.formats, number) for number, param in enumerate(params, start=first)])
@@ -150,22 +166,37 @@ class Training:
             grad[tuple(self.choose(size) for size in grad.shape)] = magnitude
         return grad
 
-    def step(self, magnitude: float, *, grad_scale: float | None = None, skipped: bool = False) -> None:
+    def step(
+        self,
+        magnitude: float,
+        *,
+        grad_scale: float | None = None,
+        skipped: bool = False,
+        limits: tuple[float, ...] = (),
+    ) -> None:
+        """``limits`` are those of clips by norm."""
         groups = self.optimizer.param_groups
         if grad_scale is not None or skipped:
             self.optimizer.grad_scale = torch.tensor(grad_scale or 1.0, device=self.device)
             self.optimizer.found_inf = torch.tensor(float(skipped), device=self.device)
         expected_steps = [group.get("step", 0) + (not skipped) for group in groups]
-        for specs, oracles, group, step in zip(self.specs, self.oracles, groups, expected_steps, strict=True):
+        grads: dict[Oracle, tuple[torch.Tensor, int]] = {}
+        for index, (specs, oracles, group) in enumerate(zip(self.specs, self.oracles, groups, strict=True)):
             for spec, oracle, param in zip(specs, oracles, group["params"], strict=True):
                 present = not spec.frozen and self.choose(1000) < 1000 * spec.grad_share
                 param.decoupled_grad = grad = self.gradient(param, magnitude) if present else None
-                if grad is not None and not skipped:
-                    mode = self.options["adam_w_mode"]
-                    grad = in_memory_order(grad, param)
-                    oracle.step(
-                        grad, {**self.optimizer.defaults, **group}, step, adam_w_mode=mode, grad_scale=grad_scale
-                    )
+                if grad is not None:
+                    grads[oracle] = grad.clone(), index
+        for limit in limits:
+            self.clip([grad for grad, _ in grads.values()], limit)
+        for oracle, (grad, index) in grads.items() if not skipped else ():
+            oracle.step(
+                in_memory_order(grad, oracle.laid_out),
+                {**self.optimizer.defaults, **groups[index]},
+                expected_steps[index],
+                adam_w_mode=self.options["adam_w_mode"],
+                grad_scale=grad_scale,
+            )
         self.optimizer.step()
         self.optimizer.synchronize()
         assert [group.get("step", 0) for group in groups] == expected_steps
@@ -174,11 +205,23 @@ class Training:
         if grad_scale is not None or skipped:
             del self.optimizer.grad_scale, self.optimizer.found_inf
 
+    def clip(self, copies: list[torch.Tensor], limit: float) -> None:
+        """Clips the optimizer's gradients, and the same ones by torch's own operations."""
+        expected = torch.nn.utils.get_total_norm(copies, foreach=False)
+        norm = self.optimizer.clip_grad_norm_(limit, foreach=False)
+        assert norm.item() == expected.item() or (norm.isnan() and expected.isnan())
+        for grad in copies:
+            grad.mul_(torch.clamp(limit / (expected + 1e-6), max=1.0))
+
     def apply(self, event: str, argument: Any) -> None:
         if event == "step":
             self.step(argument)
         elif event == "scaled step":
             self.step(argument, grad_scale=argument)
+        elif event == "clipped step":
+            self.step(1.0, limits=(argument,))
+        elif event == "step clipped twice":
+            self.step(1.0, limits=(argument, argument / 2))
         elif event == "skipped step":
             self.step(1.0, skipped=True)
         elif event == "edit":
@@ -194,13 +237,13 @@ class Training:
                 oracle.check(self.optimizer, param, f"parameter {position} of group {index}:")
 
 
-@pytest.mark.parametrize(("number", "master"), [*enumerate(["none", "fp32", "fp16", "remainder"])])
-def test_random_trainings(device: str, number: int, master: str) -> None:
+def check_trainings(number: int, master: str, examples: int, events: Any, begin: Callable[..., Training]) -> None:
+    """Runs random trainings; ``begin`` makes each, without its optimizer."""
     tried = 0
 
     @hypothesis.seed(number)  # the same in every run, and different for each kind of master
     @settings(
-        max_examples=EXAMPLES,
+        max_examples=examples,
         deadline=None,
         database=None,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -211,7 +254,7 @@ def test_random_trainings(device: str, number: int, master: str) -> None:
         adam_w_mode=st.booleans(),
         groups=st.lists(group_specs, min_size=1, max_size=3),
         config=configs,
-        events=events,
+        events=st.lists(st.one_of(*events), min_size=4, max_size=8),
     )
     def run(
         seed: int,
@@ -223,12 +266,52 @@ def test_random_trainings(device: str, number: int, master: str) -> None:
     ) -> None:
         nonlocal tried
         tried += 1
-        training = Training(seed, device, FormatsCase(*moments, master), adam_w_mode, groups)
+        training = begin(seed, FormatsCase(*moments, master), adam_w_mode, groups)
         training.build(config)
-        for event in events:
-            training.apply(*event)
-            training.check()
-        training.optimizer.close()
+        try:
+            for event in events:
+                training.apply(*event)
+                training.check()
+        finally:
+            training.optimizer.close()
 
     run()
-    assert tried >= EXAMPLES
+    assert tried >= examples
+
+
+MASTERS = ["none", "fp32", "fp16", "remainder"]
+
+
+@pytest.mark.parametrize(("number", "master"), [*enumerate(MASTERS)])
+def test_random_trainings(device: str, number: int, master: str) -> None:
+    def begin(seed: int, *arguments: Any) -> Training:
+        return Training(seed, device, *arguments)
+
+    check_trainings(number, master, EXAMPLES, EVENTS, begin)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the simulated device is for machines without a GPU")
+@pytest.mark.parametrize("examples", [20, pytest.param(EXAMPLES, marks=pytest.mark.large)], ids=["small", "large"])
+@pytest.mark.parametrize(("number", "master"), [*enumerate(MASTERS)])
+def test_parameters_in_host_memory(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, number: int, master: str, examples: int
+) -> None:
+    """Beside others on the device, through the ring of a simulated one, with clipping.
+
+    Kernels run as their specification: interpreted ones would take minutes.
+    """
+    pytest.importorskip("triton")
+    from simulated_device import SimulatedDevice, installed
+
+    from fused_offload.stream.launches import Launches
+
+    hosted: list[torch.Tensor] = request.getfixturevalue("on_host")
+
+    def begin(seed: int, *arguments: Any) -> Training:
+        hosted.clear()
+        return Training(seed, "cpu", *arguments, hosted=hosted)
+
+    sim = SimulatedDevice()
+    monkeypatch.setattr(Launches, "launch", lambda self, index, slot=0: sim.launch(self, index, slot))
+    with installed(sim, monkeypatch):
+        check_trainings(number, master, examples, (*EVENTS, *CLIPS), begin)
