@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from fused_offload.profiles.units import MIB
-from fused_offload.tuning.cli_choices import DEFAULT_LINK_GBPS, DEFAULT_TUNING_SECONDS, DTYPES, MASTERS, MOMENT_DTYPES
+from fused_offload.tuning.cli_choices import (
+    DEFAULT_LINK_GBPS,
+    DEFAULT_TUNING_SECONDS,
+    DTYPES,
+    MASTERS,
+    MOMENT_DTYPES,
+    RECIPE_NAMES,
+)
 from fused_offload.tuning.sizes import MEGATRON_SIZES
 
 from . import __version__
@@ -229,6 +236,22 @@ def _add_model(plan: argparse.ArgumentParser) -> None:
 def _add_dtypes(plan: argparse.ArgumentParser) -> None:
     dtypes = plan.add_argument_group("dtypes")
     dtypes.add_argument("--param-dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
+    dtypes.add_argument(
+        "--quantised",
+        choices=RECIPE_NAMES,
+        help="all parameters are TransformerEngine's of this recipe, and stand for --param-dtype; give --largest-param",
+    )
+    dtypes.add_argument(
+        "--largest-param",
+        type=units.matrix,
+        metavar="ROWSxCOLUMNS",
+        help="largest quantised parameter on a rank, such as 28672x4096; a step takes its size in fp32",
+    )
+    dtypes.add_argument(
+        "--fp8-param-gather",
+        action="store_true",
+        help="the quantised parameters are Megatron's, whose distributed optimizer divides the state",
+    )
     dtypes.add_argument(
         "--grad-dtype", choices=DTYPES, help="default: --param-dtype; Megatron's are fp32 unless it is told otherwise"
     )

@@ -193,7 +193,7 @@ def test_whatever_happens_before_the_step(on_host: list[torch.Tensor], length: i
     """All sequences of events between a clip and a step."""
     refused = 0
     for events in itertools.product(EVENTS, repeat=length):
-        for last in STEPS[::2]:
+        for last in STEPS[::2] if length == 1 else STEPS[:1]:
             refused += follow(on_host, ("clip", *events, last), decoupled=decoupled)
     assert 0 < refused < len(EVENTS) ** length * 2
 

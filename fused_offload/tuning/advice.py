@@ -46,10 +46,9 @@ def advice(
         memory = needed(changed)
         if not small(memory):
             return [f"{begin} {flags} would fit: {gb(memory.gpu)} on the GPU, {gb(memory.node)} on the host."]
-    sharded = "" if training.largest_matrix is not None else ", or --data-parallel with --shard-params"
-    by_state = (
-        "--model-parallel" if training.largest_matrix is not None and not training.layer_wise else "--data-parallel"
-    )
+    is_whole = training.largest_matrix is not None or training.fp8_param_gather
+    sharded = "" if is_whole else ", or --data-parallel with --shard-params"
+    by_state = "--data-parallel" if training.shares_state else "--model-parallel"
     more = {
         "GPU": f"share the model between more GPUs (--model-parallel{sharded})",
         "host": f"spread the state over more hosts ({by_state})",
@@ -74,7 +73,7 @@ def _changes(training: Training, *, knows_gpu: bool, knows_host: bool) -> Iterat
         for fraction in _FRACTIONS:
             if fraction < training.offload.fraction and not training.params_on_host:
                 yield f"--fraction {fraction:g}", _offloaded(training, fraction=fraction)
-    in_backward = list(_in_backward(training, singles)) if training.largest_matrix is None else []
+    in_backward = list(_in_backward(training, singles))
     yield from in_backward
     yield from _formats(training, "bf16", "uint8")
     for flags, changed in (*singles, *in_backward):
@@ -88,18 +87,20 @@ def _changes(training: Training, *, knows_gpu: bool, knows_host: bool) -> Iterat
 
 def _on_host(training: Training) -> Iterator[tuple[str, Training]]:
     """Parameters and gradients on the host, if the passes leave them there."""
-    if not (training.params_on_host or training.in_backward or training.largest_matrix is not None):
+    is_plain = training.largest_matrix is None and training.quantised is None
+    if is_plain and not (training.params_on_host or training.in_backward):
         flags = "--shard-params " if training.data_parallel > 1 and not training.shard_params else ""
         without = _offloaded(training, window_bytes=0, fraction=1.0)
         yield f"{flags}--params-on-host", dataclasses.replace(without, params_on_host=True, shard_params=True)
 
 
 def _of_placement(training: Training) -> Iterator[tuple[str, Training]]:
+    may_be_sharded = training.largest_matrix is None and not training.fp8_param_gather
     if training.offload.window_bytes != 0:
         yield "--window-bytes 0", _offloaded(training, window_bytes=0)
     if training.offload.fraction < 1:
         yield "--fraction 1", _offloaded(training, fraction=1.0)
-    if training.data_parallel > 1 and not training.shard_params and training.largest_matrix is None:
+    if training.data_parallel > 1 and not training.shard_params and may_be_sharded:
         yield "--shard-params", dataclasses.replace(training, shard_params=True)
 
 
@@ -109,7 +110,7 @@ def _in_backward(training: Training, singles: Sequence[tuple[str, Training]]) ->
         without = _offloaded(changed, window_bytes=0)
         if changed.offload.window_bytes != 0:
             flags += " --window-bytes 0"
-        if not training.in_backward and not training.params_on_host:
+        if not training.in_backward and changed.may_step_in_backward:
             yield f"{flags} --step-in-backward".strip(), dataclasses.replace(without, in_backward=True)
 
 
@@ -119,7 +120,7 @@ def _offloaded(training: Training, **changes: Any) -> Training:
 
 def _formats(training: Training, *moments: str) -> Iterator[tuple[str, Training]]:
     """Changes to stored formats that take fewer bytes. A remainder loses no precision."""
-    has_remainder = training.param_dtype == "bf16" and training.master != "none"
+    has_remainder = training.param_dtype == "bf16" and training.master != "none" and training.quantised is None
     flag, master = ("--master remainder ", "remainder") if has_remainder else ("", training.master)
     now = training.layout().alignment_bytes
     for moment in moments:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,10 @@ from fused_offload.rules.adam import AdamRule
 from fused_offload.rules.muon import MuonRule
 from fused_offload.state.layout import GRAD, PARAM, Layout, align, chunk_numel, extent_place, slot_bytes
 
+from .recipes import RECIPES
 from .training import PARAM_DTYPES, Training
+
+_WORK_ALIGNMENT = 512  # bytes, as in torch's allocator
 
 
 @dataclass(frozen=True)
@@ -30,7 +34,8 @@ class Memory:
         grads: gradients, on the GPU.
         resident_state: state that is not offloaded, on the GPU.
         ring: staging ring, on the GPU.
-        work: work memory of operations on whole matrices, on the GPU.
+        work: memory of operations on whole parameters, on the GPU: Muon's, or of a step for exact
+            values of quantised ones.
         window: additional GPU memory of the window; 0 for ``"auto"``.
         other: GPU memory that the caller counts for other purposes.
         host_state: offloaded state of a rank, in host memory.
@@ -128,7 +133,8 @@ def memory_of(param_numel: int, training: Training) -> Memory:
     offloaded = align(min(shard_numel, round(shard_numel * fraction)))
     host = _extent_bytes(layout, offloaded)
     grad_dtype = PARAM_DTYPES[training.grad_dtype]
-    params, grads = held_numel * layout.param_dtype.itemsize, held_numel * grad_dtype.itemsize
+    param_bytes = layout.param_dtype.itemsize if training.quantised is None else RECIPES[training.quantised].param_bytes
+    params, grads = math.ceil(held_numel * param_bytes), held_numel * grad_dtype.itemsize
     host_params = params + grads if training.params_on_host else 0
     if training.params_on_host:
         params = grads = 0
@@ -172,7 +178,13 @@ def _ring_bytes(layout: Layout, numel: int, training: Training) -> int:
 
 
 def _work_bytes(layout: Layout, numel: int, training: Training) -> int:
-    """Bytes of the arrays of two matrices, or of small ones that fill two chunks, and of one operation's scratch."""
+    """Bytes of operations on whole parameters.
+
+    Under Muon those of the arrays of two matrices, or of small ones that fill two chunks, and of
+    one operation's scratch. Of quantised parameters those of their exact values.
+    """
+    if training.largest_quantised is not None:
+        return _exact_bytes(layout, numel, training)
     if training.largest_matrix is None:
         return 0
     matrix = torch.empty(training.largest_matrix, device="meta")
@@ -180,6 +192,21 @@ def _work_bytes(layout: Layout, numel: int, training: Training) -> int:
     most = chunk_numel(chunk_bytes, max(layout.only(phase.keys).alignment_bytes for phase in MuonRule.phases))
     together = max(1, min(most, numel) // matrix.numel()) * matrix.numel()
     return 4 * together + newton_schulz.scratch_bytes(matrix)
+
+
+def _exact_bytes(layout: Layout, numel: int, training: Training) -> int:
+    """Bytes of the exact values that a step quantises: of the largest parameter, or of a chunk of small ones.
+
+    In Megatron also those of all values of the rank, rounded to the dtype they stand for.
+    """
+    assert training.largest_quantised is not None
+    largest = math.prod(training.largest_quantised)
+    if training.shard_params:
+        largest = -(-largest // training.data_parallel)
+    chunk_bytes = streaming_of(training.offload, torch.device("cpu"), layout.state_bytes(numel)).chunk_bytes
+    exact = 4 * min(numel, max(largest, chunk_numel(chunk_bytes, layout.alignment_bytes)))
+    exact = -(-exact // _WORK_ALIGNMENT) * _WORK_ALIGNMENT
+    return exact + (numel * layout.param_dtype.itemsize if training.fp8_param_gather else 0)
 
 
 def largest_model(

@@ -82,12 +82,13 @@ def _count(options: argparse.Namespace) -> int:
 
 
 def _training(options: argparse.Namespace) -> Training:
+    is_plain = options.muon is None and options.quantised is None and not options.params_on_host
     offload = OffloadConfig(
         fraction=options.fraction,
         window_bytes=options.window_bytes,
         chunk_bytes=options.chunk_bytes,
         depth=options.depth or "auto",
-        transport="auto" if options.muon is None else "copy",
+        transport="auto" if is_plain else "copy",
     )
     return Training(
         param_dtype=options.param_dtype,
@@ -105,4 +106,7 @@ def _training(options: argparse.Namespace) -> Training:
         largest_matrix=options.muon,
         layer_wise=options.layer_wise,
         params_on_host=options.params_on_host,
+        quantised=options.quantised,
+        largest_quantised=options.largest_param,
+        fp8_param_gather=options.fp8_param_gather,
     )

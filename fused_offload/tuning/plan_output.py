@@ -51,11 +51,19 @@ def notes_on(training: Training, memory: Memory, prediction: Prediction, found: 
             "All parameters are counted as matrices under Muon, and for the iteration as of the size of the largest; "
             "plan embeddings, the output layer and all others by themselves, without --muon."
         )
-    if training.state_parallel < training.data_parallel:
+    if training.quantised is not None:
         notes.append(
-            "Each data-parallel rank keeps Muon's state of all its matrices. Megatron's layer-wise optimizer divides "
-            "it: plan that with --layer-wise."
+            "All parameters are counted as quantised, with codes by rows and by columns; plan embeddings, the output "
+            "layer and all others by themselves, without --quantised. The step takes its memory for exact values and "
+            "gives it back."
         )
+    if training.state_parallel < training.data_parallel:
+        divided = (
+            "Megatron's layer-wise optimizer divides it: plan that with --layer-wise"
+            if training.quantised is None
+            else "plan FSDP2 with --shard-params, and Megatron with --fp8-param-gather"
+        )
+        notes.append(f"Each data-parallel rank keeps the state of all its parameters; {divided}.")
     if training.in_backward:
         size = f"{PART_BYTES / MIB:g} MiB"
         notes.append(f"Gradients wait on the GPU until there are {size} of them; a larger one counts by itself.")
@@ -167,15 +175,15 @@ def show(report: dict[str, Any], training: Training) -> None:
     words = {True: "yes", False: "no", None: "not given"}
     fits, gpu, host = report["fits"], report["gpu_bytes"], report["host_bytes"]
     names = {
-        "params": f"parameters, {training.param_dtype}",
+        "params": f"parameters, {training.quantised or training.param_dtype}",
         "grads": f"gradients, {training.grad_dtype}" + (", those that wait" if training.in_backward else ""),
         "resident_state": "state that stays",
         "ring": _ring_label(training),
-        "work": "work memory of Muon",
+        "work": "work memory of Muon" if training.quantised is None else "exact values in a step",
         "window": "window, in place of activations" if training.offload.window_bytes == "auto" else "window",
         "other": "other",
     }
-    if training.largest_matrix is None:
+    if training.largest_matrix is None and training.quantised is None:
         del names["work"]
     for name, label in names.items():
         table.add_row(f"GPU: {label}", gb(gpu[name]))

@@ -15,6 +15,7 @@ from fused_offload.rules.muon import MOMENTUM_FORMATS, MuonRule
 from fused_offload.state.layout import Layout
 
 from .cli_choices import DTYPES, MOMENT_DTYPES
+from .recipes import RECIPES
 
 PARAM_DTYPES = dict(zip(DTYPES, (torch.float32, torch.bfloat16, torch.float16), strict=True))
 STORED_DTYPES = dict(zip(MOMENT_DTYPES, (*PARAM_DTYPES.values(), torch.uint8), strict=True))
@@ -47,6 +48,10 @@ class Training:
             Megatron's layer-wise optimizer.
         params_on_host: True if parameters and gradients are in host memory (FSDP2's
             ``CPUOffloadPolicy``), and their state with them.
+        quantised: one of `RECIPES`, if all parameters are quantised; None if they are plain.
+        largest_quantised: rows and columns of the largest quantised parameter on a rank, before
+            data-parallel ranks share it.
+        fp8_param_gather: True if the quantised parameters are Megatron's, whose ranks share state.
     """
 
     param_dtype: str = "bf16"
@@ -64,10 +69,14 @@ class Training:
     largest_matrix: tuple[int, int] | None = None
     layer_wise: bool = False
     params_on_host: bool = False
+    quantised: str | None = None
+    largest_quantised: tuple[int, int] | None = None
+    fp8_param_gather: bool = False
 
     def __post_init__(self) -> None:
         if self.params_on_host:
             self._check_params_on_host()
+        self._check_quantised()
         if self.layer_wise and self.largest_matrix is None:
             raise ValueError("only Muon is layer-wise; give --muon, too, or leave --layer-wise out")
         if self.largest_matrix is not None and (self.in_backward or self.offload.window_bytes != 0):
@@ -89,10 +98,42 @@ class Training:
         if self.data_parallel > 1 and not self.shard_params:
             raise ValueError("parameters on the host are sharded by FSDP2: plan them with --shard-params")
 
+    def _check_quantised(self) -> None:
+        if (self.quantised is None) != (self.largest_quantised is None):
+            raise ValueError("--quantised and --largest-param go together: give both or none")
+        if self.quantised is None:
+            if self.fp8_param_gather:
+                raise ValueError("--fp8-param-gather needs the recipe of the parameters: give --quantised, too")
+            return
+        if self.largest_matrix is not None or self.params_on_host:
+            raise ValueError("quantised parameters are stepped by Adam and Lion, and on the GPU: leave the other out")
+        if self.master not in ("fp32", "fp16"):
+            raise ValueError(f"quantised parameters need masters of their own, fp32 or fp16, not {self.master}")
+        if self.fp8_param_gather and (self.shard_params or self.in_backward or self.quantised == "nvfp4"):
+            raise ValueError(
+                "Megatron keeps the masters of NVFP4 parameters and of Megatron-FSDP, and does not step in backward: "
+                "leave the other or --fp8-param-gather out"
+            )
+        if self.in_backward and not self.may_step_in_backward:
+            raise ValueError("ranks agree on the scales of these parameters, so they cannot be stepped in backward")
+
+    @property
+    def may_step_in_backward(self) -> bool:
+        """True if `step_in_backward` goes with the kind of parameters."""
+        agrees = self.quantised is not None and self.shard_params and RECIPES[self.quantised].agrees
+        return self.largest_matrix is None and not (self.params_on_host or self.fp8_param_gather or agrees)
+
+    @property
+    def shares_state(self) -> bool:
+        """True if data-parallel ranks divide the state."""
+        if self.largest_matrix is not None:
+            return self.layer_wise
+        return self.quantised is None or self.shard_params or self.fp8_param_gather
+
     @property
     def state_parallel(self) -> int:
         """Number of data-parallel ranks that the state is divided among."""
-        return self.data_parallel if self.largest_matrix is None or self.layer_wise else 1
+        return self.data_parallel if self.shares_state else 1
 
     def layout(self) -> Layout:
         """The optimizer's layout of offloaded state.
@@ -114,7 +155,8 @@ class Training:
         if self.master == "remainder":
             formats[MASTER_PARAM] = REMAINDER
         elif self.master != "none":
-            formats[MASTER_PARAM] = MASTER_FORMATS[PARAM_DTYPES[self.master]]
+            master = MASTER_FORMATS[PARAM_DTYPES[self.master]]
+            formats[MASTER_PARAM] = master._replace(of_quantised=self.quantised is not None)
         return Layout(
             torch.device("cuda"),
             PARAM_DTYPES[self.param_dtype],

@@ -1,0 +1,36 @@
+"""Memory of quantised parameters by recipe, from the shapes in TransformerEngine 2.20.2's source."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .cli_choices import RECIPE_NAMES
+
+
+class Recipe(NamedTuple):
+    """How a recipe keeps a parameter on the GPU.
+
+    Attributes:
+        param_bytes: bytes for each element of a large matrix: codes by rows and once more by
+            columns, as Hopper multiplies by them, with the scales of both.
+        agrees: True if ranks that share a parameter agree on its scale.
+    """
+
+    param_bytes: float
+    agrees: bool = False
+
+
+RECIPES = dict(
+    zip(
+        RECIPE_NAMES,
+        (
+            Recipe(2.0),
+            Recipe(2.0, agrees=True),
+            Recipe(2 * (1 + 4 / 128**2)),  # float32 for 128 x 128
+            Recipe(2 * (1 + 1 / 32)),  # a byte for 32
+            Recipe(2 * (1 / 2 + 1 / 16), agrees=True),  # a byte for 16
+        ),
+        strict=True,
+    )
+)
+"""Recipe by its name."""
