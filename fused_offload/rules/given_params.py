@@ -45,30 +45,31 @@ def check_given(
     check_params(params, where)
     for position, param in enumerate(params):
         rule.check_param(param)
-        reason = why_not_quantised(param, formats_of(param), rule) if is_quantised(param) else None
+        reason = why_not_quantised(param, rule, formats_of)
         if reason is not None:
-            advice = f" {FROZEN}" if is_frozen(param) else ""
-            raise TypeError(f"Parameter {position} of {where} is a {type(local_of(param)).__name__}, {reason}{advice}")
+            raise TypeError(f"Parameter {position} of {where} {reason}{f' {FROZEN}' if is_frozen(param) else ''}")
 
 
-def why_not_quantised(param: torch.Tensor, formats: Mapping[str, Format], rule: UpdateRule) -> str | None:
-    """The reason why a quantised parameter cannot be stepped, to follow its name, or None.
+def why_not_quantised(
+    param: torch.Tensor, rule: UpdateRule, formats_of: Callable[[torch.Tensor], Mapping[str, Format]]
+) -> str | None:
+    """Reason why a quantised parameter cannot be stepped, to follow its name; None for plain ones.
 
     Args:
-        param: a quantised parameter.
-        formats: stored format of each of its state keys.
+        param: the parameter.
         rule: the rule that would step it.
+        formats_of: returns the stored format of each state key of a parameter.
     """
+    if not is_quantised(param):
+        return None
+    kind = f"is a {type(local_of(param)).__name__}, a quantised parameter"
     if len(rule.phases) > 1:
         return (
-            "a quantised parameter, which an update rule of two phases does not step. Build the model with plain "
-            "parameters (outside of quantized_model_init)."
+            f"{kind}, which an update rule of two phases does not step. Build the model with plain parameters (outside "
+            "of quantized_model_init)."
         )
-    if MASTER_PARAM not in formats:
-        return (
-            "a quantised parameter, which has too few bits to be updated itself. Keep float32 masters: "
-            "master_weights=True."
-        )
+    if MASTER_PARAM not in formats_of(param):
+        return f"{kind}, which has too few bits to be updated itself. Keep float32 masters: master_weights=True."
     return None
 
 

@@ -31,9 +31,9 @@ def misfit(param: torch.Tensor, group: int, rule: UpdateRule, store: StateStore,
             check_params_on_host(config, rule.phases, "This optimizer")
     except (RuntimeError, ValueError) as error:
         return str(error)
-    reason = why_not_quantised(param, store.formats_of(param), rule) if is_quantised(param) else None
+    reason = why_not_quantised(param, rule, store.formats_of)
     if reason is not None:
-        return f"A parameter of group {group} is a {type(local_of(param)).__name__}, {reason}"
+        return f"A parameter of group {group} {reason}"
     entry = store.state[param] if param in store.state else None
     if entry is None or entry.storage.extent is None:
         return None
