@@ -707,7 +707,7 @@ def test_plan_goes_by_the_gpus_of_a_host(
 def test_plan_of_muon_goes_by_the_gpus_of_a_host(capsys: pytest.CaptureFixture[str]) -> None:
     model = ("--params", "4e9", "--muon", "1024x1024", "--master", "remainder", "--moments", "bf16")
     for ranks, gbps, words in (("1", 47.0, "this machine's profile)"), ("4", 20.0, "profile, 4 GPUs at once)")):
-        assert main(["plan", *model, "--data-parallel", "4", "--ranks-per-node", ranks, "--json"]) == 0
+        assert main(["plan", *model, "--data-parallel", "4", "--layer-wise", "--ranks-per-node", ranks, "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
         assert report["predicted"]["alone_ms"] == pytest.approx(4e9 / gbps / 1e6, rel=1e-3)
         assert report["predicted"]["gpus_at_once"] == int(ranks)
