@@ -1,7 +1,8 @@
 """Update rules: the arithmetic of one optimizer each, behind the protocol in `base`.
 
 A rule knows elements, keys and hyperparameters. The engine knows chunks, streams, memory and
-checkpoint files. `given_params` checks parameters for any rule. May import `kernels`, `params` and what they import.
+checkpoint files. `given_params` checks parameters for any rule. May import `kernels`, `params` and
+what they import.
 
 Invariants:
     - A launch of a phase gives the bits of the phase's reference.
