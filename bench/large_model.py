@@ -240,7 +240,7 @@ def limit_allocator(gpu_bytes: int) -> None:
     free, total = torch.cuda.mem_get_info()
     allowed = gpu_bytes - (total - free) - LIBRARY_BYTES
     if allowed <= 0:
-        raise SystemExit(f"--gpu-memory {gpu_bytes / 1e9:g}: {(total - free) / 1e9:.1f} GB are in use already")
+        raise RuntimeError(f"--gpu-memory {gpu_bytes / 1e9:g}: {(total - free) / 1e9:.1f} GB are in use already")
     torch.cuda.set_per_process_memory_fraction(allowed / total)
 
 

@@ -651,7 +651,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         steps the remaining parameters, counts the step and drops all gradients. The result is that
         of the ordinary step, bit for bit.
 
-        Gradients are applied as soon as those that wait take 24 MiB, and at `step` those of tied
+        Gradients are applied as soon as those that wait take 48 MiB, and at `step` those of tied
         parameters and of parameters that were frozen or in no group when this was called. Until
         `step`, ``.grad`` holds a place holder that raises when it is computed with: clipping by
         global norm, gradient scalers and a second backward pass need all gradients at once. An

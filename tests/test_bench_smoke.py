@@ -8,6 +8,7 @@ import importlib
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -201,7 +202,8 @@ def test_a_model_that_does_not_fit_says_so(tmp_path: Path) -> None:
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 1, run.stdout + run.stderr
     (case,) = json.loads(path.read_text())["large"].values()
-    assert "OutOfMemoryError" in case["failed"]
+    # Tests in other processes may take more of the GPU than the limit.
+    assert re.search("OutOfMemoryError|GB are in use already", case["failed"])
 
 
 def test_the_largest_model_is_what_the_plan_allows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

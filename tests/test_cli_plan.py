@@ -277,7 +277,7 @@ def test_stepping_in_backward_needs_no_memory_for_gradients_and_hides_the_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     report = plan(capsys, "--params", "1e9", "--step-in-backward")
-    assert report["gpu_bytes"]["grads"] == 24 * 2**20
+    assert report["gpu_bytes"]["grads"] == 48 * 2**20
     assert report["predicted"]["exposed_ms_at_least"] == 0
     assert report["predicted"]["hidden_bytes"] == report["host_bytes"]["rank"]
     waiting = "Gradients wait on the GPU until there are 24 MiB of them"
@@ -827,7 +827,7 @@ def test_units(capsys: pytest.CaptureFixture[str]) -> None:
     )
     in_numbers = plan(
         *(capsys, "--params", "8.03e9", "--gpu-memory", str(79 * 2**30 / 1e9), "--host-memory", "500"),
-        *("--other-gpu", "0.5", "--window-bytes", str(2**31), "--chunk-bytes", str(24 * 2**20)),
+        *("--other-gpu", "0.5", "--window-bytes", str(2**31), "--chunk-bytes", str(48 * 2**20)),
     )
     assert in_words == in_numbers
     assert in_words["param_numel"] == 8_030_000_000

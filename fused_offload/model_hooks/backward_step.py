@@ -20,7 +20,7 @@ from fused_offload.rules.base import UpdateRule
 from .stepped_grad import GONE, SteppedGrad
 from .weak_hook import WeakHook
 
-PART_BYTES = 24 * 2**20
+PART_BYTES = 48 * 2**20
 """Bytes of waiting gradients at which they are applied.
 
 Their state fills a few chunks, so that many small parameters share launches and copies. Beside a
