@@ -827,7 +827,7 @@ def test_units(capsys: pytest.CaptureFixture[str]) -> None:
     )
     in_numbers = plan(
         *(capsys, "--params", "8.03e9", "--gpu-memory", str(79 * 2**30 / 1e9), "--host-memory", "500"),
-        *("--other-gpu", "0.5", "--window-bytes", str(2**31), "--chunk-bytes", str(48 * 2**20)),
+        *("--other-gpu", "0.5", "--window-bytes", str(2**31), "--chunk-bytes", str(24 * 2**20)),
     )
     assert in_words == in_numbers
     assert in_words["param_numel"] == 8_030_000_000
