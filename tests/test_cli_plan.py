@@ -280,7 +280,7 @@ def test_stepping_in_backward_needs_no_memory_for_gradients_and_hides_the_step(
     assert report["gpu_bytes"]["grads"] == 48 * 2**20
     assert report["predicted"]["exposed_ms_at_least"] == 0
     assert report["predicted"]["hidden_bytes"] == report["host_bytes"]["rank"]
-    waiting = "Gradients wait on the GPU until there are 24 MiB of them"
+    waiting = "Gradients wait on the GPU until there are 48 MiB of them"
     assert [note for note in report["notes"] if note.startswith(waiting)]
     assert not any(note.startswith(waiting) for note in plan(capsys, "--params", "1e9")["notes"])
     assert plan(capsys, "--params", "1e6", "--step-in-backward")["gpu_bytes"]["grads"] == 2 * 10**6
