@@ -137,3 +137,11 @@ def test_a_known_part_is_checked_again_where_it_changed(monkeypatch: pytest.Monk
     params[3].data = torch.zeros(17)
     with pytest.raises(RuntimeError, match="shape"):
         observe()
+
+
+def test_a_part_of_a_parameter_that_is_in_two_groups_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, optimizer = build(2, monkeypatch)
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [params[1]]})
+    for part in (None, 0, 0):
+        with pytest.raises(RuntimeError, match="share memory"):
+            optimizer._stepper._watch.observe(optimizer.param_groups, False, {id(params[1]): torch.ones(SHAPE)}, part)

@@ -141,6 +141,8 @@ class ParamTracker:
         grads: list[Any]
         if given is not None:
             places = sorted([self._place_of[key] for key in given if key in self._place_of])
+            if len(self._place_of) < len(params):  # edited groups that have a parameter twice
+                places = [place for place, param in enumerate(params) if id(param) in given]
             grads = [given[id(self.params[place])] for place in places]
         elif decoupled:
             grads = [getattr(param, "decoupled_grad", None) for param in params]
