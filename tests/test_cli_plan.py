@@ -335,6 +335,23 @@ def test_a_model_too_large_for_the_gpu_may_be_on_the_host(capsys: pytest.Capture
     assert "--params-on-host --master remainder --moments uint8 would fit" in both["notes"][-1]
 
 
+def test_advice_counts_the_ring_of_parameters_on_the_host(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even if a profile says that zero copy, which has none, is faster."""
+    choice = Choice(10**9, "zero_copy", 8 * MIB, 3, 32, 7.0, "because")
+    timings = (Timing(10**7, 10**8, 0.8), Timing(10**8, 10**9, 7.0))
+    narrow = (Timing(10**7, 6 * 10**7, 0.5), Timing(10**8, 6 * 10**8, 4.0))
+    profile = Profile(MachineKey("GPU", "link", "host", {}), "2026-11-28", 47.0, (choice,), timings, narrow)
+    monkeypatch.setattr("fused_offload.profiles.profile_files.of_device", lambda index: Found(profile, "made up"))
+    given = ("--params", "1e8", "--gpu-memory", "0.1", "--host-memory", "10")
+    advice = plan(capsys, *given)["notes"][-1]
+    assert "--params-on-host would fit" in advice
+    report = plan(capsys, *given, "--params-on-host")
+    assert report["gpu_bytes"]["ring"] >= 24 * MIB
+    assert f"{report['gpu_bytes']['total'] / 1e9:.3f} GB on the GPU" in advice
+
+
 def test_the_largest_model_fits_and_the_next_does_not() -> None:
     training = Training(ranks_per_node=2, data_parallel=2, offload=OffloadConfig(fraction=0.5))
     for limits in ({"gpu_bytes": 80 * 10**9, "node_bytes": None}, {"gpu_bytes": None, "node_bytes": 128 * 10**9}):

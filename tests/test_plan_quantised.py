@@ -200,6 +200,19 @@ def test_advice_names_only_what_they_can_do(
             assert "--shard-params" not in advice
 
 
+@pytest.mark.parametrize("recipe", list(RECIPES))
+def test_advice_for_a_step_in_backward_shards_only_what_needs_no_agreement(
+    capsys: pytest.CaptureFixture[str], recipe: str
+) -> None:
+    flags = ("--quantised", recipe, *FLAGS[2:], "--data-parallel", "4", "--step-in-backward")
+    agrees = RECIPES[recipe].agrees
+    for host, is_enough in (("30", True), ("1", False)):
+        advice = plan(capsys, *flags, "--host-memory", host, "--gpu-memory", "7")["notes"][-1]
+        assert "too small" in advice
+        assert ("--shard-params would fit" in advice) == (is_enough and not agrees)
+        assert ("--data-parallel with --shard-params" in advice) == (not is_enough and not agrees)
+
+
 @pytest.mark.parametrize("flags", [FLAGS, ("--params-on-host",), ("--muon", "8x8")], ids=lambda flags: flags[0])
 def test_what_streams_through_the_ring_is_planned_with_it(flags: tuple[str, ...]) -> None:
     """Even if a profile says that zero copy is faster."""

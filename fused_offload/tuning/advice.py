@@ -46,8 +46,7 @@ def advice(
         memory = needed(changed)
         if not small(memory):
             return [f"{begin} {flags} would fit: {gb(memory.gpu)} on the GPU, {gb(memory.node)} on the host."]
-    is_whole = training.largest_matrix is not None or training.fp8_param_gather
-    sharded = "" if is_whole else ", or --data-parallel with --shard-params"
+    sharded = ", or --data-parallel with --shard-params" if training.may_be_sharded else ""
     by_state = "--data-parallel" if training.shares_state else "--model-parallel"
     more = {
         "GPU": f"share the model between more GPUs (--model-parallel{sharded})",
@@ -90,17 +89,16 @@ def _on_host(training: Training) -> Iterator[tuple[str, Training]]:
     is_plain = training.largest_matrix is None and training.quantised is None
     if is_plain and not (training.params_on_host or training.in_backward):
         flags = "--shard-params " if training.data_parallel > 1 and not training.shard_params else ""
-        without = _offloaded(training, window_bytes=0, fraction=1.0)
+        without = _offloaded(training, window_bytes=0, fraction=1.0, transport="copy")
         yield f"{flags}--params-on-host", dataclasses.replace(without, params_on_host=True, shard_params=True)
 
 
 def _of_placement(training: Training) -> Iterator[tuple[str, Training]]:
-    may_be_sharded = training.largest_matrix is None and not training.fp8_param_gather
     if training.offload.window_bytes != 0:
         yield "--window-bytes 0", _offloaded(training, window_bytes=0)
     if training.offload.fraction < 1:
         yield "--fraction 1", _offloaded(training, fraction=1.0)
-    if training.data_parallel > 1 and not training.shard_params and may_be_sharded:
+    if training.data_parallel > 1 and not training.shard_params and training.may_be_sharded:
         yield "--shard-params", dataclasses.replace(training, shard_params=True)
 
 

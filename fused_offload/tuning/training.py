@@ -119,9 +119,20 @@ class Training:
 
     @property
     def may_step_in_backward(self) -> bool:
-        """True if `step_in_backward` goes with the kind of parameters."""
-        agrees = self.quantised is not None and self.shard_params and RECIPES[self.quantised].agrees
-        return self.largest_matrix is None and not (self.params_on_host or self.fp8_param_gather or agrees)
+        """True if `step_in_backward` goes with the parameters."""
+        in_agreement = self.shard_params and self._agrees
+        return self.largest_matrix is None and not (self.params_on_host or self.fp8_param_gather or in_agreement)
+
+    @property
+    def may_be_sharded(self) -> bool:
+        """True if ``shard_params`` goes with the parameters and with the step."""
+        in_agreement = self.in_backward and self._agrees
+        return self.largest_matrix is None and not (self.fp8_param_gather or in_agreement)
+
+    @property
+    def _agrees(self) -> bool:
+        """True if ranks that share a parameter agree on its scale."""
+        return self.quantised is not None and RECIPES[self.quantised].agrees
 
     @property
     def shares_state(self) -> bool:
