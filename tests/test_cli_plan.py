@@ -333,6 +333,8 @@ def test_a_model_too_large_for_the_gpu_may_be_on_the_host(capsys: pytest.Capture
     assert "--params-on-host would fit" in report["notes"][-1]
     both = plan(capsys, "--params", "14e9", "--master", "remainder", "--moments", "bf16", *limits, "128")
     assert "--params-on-host --master remainder --moments uint8 would fit" in both["notes"][-1]
+    window = plan(capsys, "--params", "1e9", "--window-bytes", "auto", "--gpu-memory", "2", "--host-memory", "32")
+    assert "--window-bytes 0 --params-on-host would fit" in window["notes"][-1]
 
 
 def test_advice_counts_the_ring_of_parameters_on_the_host(

@@ -89,6 +89,7 @@ def _on_host(training: Training) -> Iterator[tuple[str, Training]]:
     is_plain = training.largest_matrix is None and training.quantised is None
     if is_plain and not (training.params_on_host or training.in_backward):
         flags = "--shard-params " if training.data_parallel > 1 and not training.shard_params else ""
+        flags += "--window-bytes 0 " if training.offload.window_bytes != 0 else ""
         without = _offloaded(training, window_bytes=0, fraction=1.0, transport="copy")
         yield f"{flags}--params-on-host", dataclasses.replace(without, params_on_host=True, shard_params=True)
 
