@@ -23,6 +23,7 @@ from two_phases import FORMATS, Plain, Toy
 from fused_offload import OffloadConfig
 from fused_offload.plan.chunks import Chunk, Segment, make_plan
 from fused_offload.plan.operations import Operation, WorkMemory, in_order, placed
+from fused_offload.rules.base import UpdateRule
 from fused_offload.stream.operations import order_of_work
 
 SHAPES = ((300,), (40, 50), (1,), (128,), (7, 129), (900,), (5, 3))
@@ -365,6 +366,16 @@ def test_chunks_are_spread_over_the_parts() -> None:
 
 
 # -- what is refused -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["formats", "check_group", "bind", "step_values", "compiled_values"])
+def test_a_rule_has_all_that_rules_do_not_share(missing: str) -> None:
+    """Otherwise it would check or compute nothing, without a word."""
+    members = {name: value for name, value in vars(two_phases.ToyRule).items() if not name.startswith("__")}
+    del members[missing]
+    incomplete = type("Incomplete", (UpdateRule,), members)
+    with pytest.raises(TypeError, match=f"abstract method '?{missing}"):
+        incomplete()
 
 
 def test_what_two_phases_cannot_do_is_refused_at_construction() -> None:

@@ -139,17 +139,8 @@ class ToyRule(UpdateRule):
     def formats(self) -> dict[str, Format]:
         return {"momentum": self.momentum_format}
 
-    def check_param(self, param: torch.Tensor) -> None:
-        pass
-
     def check_group(self, group: Mapping[str, Any], *, lr_required: bool = False) -> None:
         pass
-
-    def check_new_group(self, group: Mapping[str, Any]) -> None:
-        pass
-
-    def group_warning(self, group: Mapping[str, Any]) -> str | None:
-        return None
 
     def bind(self, stored: Mapping[str, Stored], initial: Set[str]) -> State:
         return State(stored.get("momentum"), stored.get(MASTER_PARAM), "momentum" in initial, MASTER_PARAM in initial)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -118,8 +119,8 @@ def check_phases(phases: Sequence[Phase], optimizer: str) -> None:
 class UpdateRule(Protocol):
     """The arithmetic of one optimizer; nothing in it changes during a step.
 
-    Rules inherit from this class. Methods with a body are the common case: nothing depends on the
-    number of the step, and the groups of torch's optimizer have no such number.
+    Rules inherit from this class. What is not abstract is the common case: every parameter is taken,
+    nothing depends on the number of the step, and the groups of torch's optimizer have no such number.
 
     ``values``, the values of a step, is a record that each rule defines: the hyperparameters of one
     group, rounded as the kernel takes them; ``lr`` is one of its fields.
@@ -142,6 +143,7 @@ class UpdateRule(Protocol):
     phases: ClassVar[tuple[Phase, ...]]
 
     @property
+    @abstractmethod
     def formats(self) -> Mapping[str, Format]:
         """Stored format of each of ``keys`` for new parameters."""
 
@@ -152,7 +154,9 @@ class UpdateRule(Protocol):
 
     def check_param(self, param: torch.Tensor) -> None:
         """Raises RuntimeError or ValueError for a parameter that this rule cannot step."""
+        return
 
+    @abstractmethod
     def check_group(self, group: Mapping[str, Any], *, lr_required: bool = False) -> None:
         """Raises for hyperparameters that no step can use.
 
@@ -167,10 +171,12 @@ class UpdateRule(Protocol):
         """
 
     def check_new_group(self, group: Mapping[str, Any]) -> None:
-        """`check_group`, which also refuses settings of torch's optimizer without effect here."""
+        """`check_group`, which may also refuse settings of torch's optimizer without effect here."""
+        self.check_group(group)
 
     def group_warning(self, group: Mapping[str, Any]) -> str | None:
         """Warning for settings that are accepted but not recommended, or None."""
+        return None
 
     def check_saved_group(self, saved: Mapping[str, Any], index: int) -> None:
         """Raises ValueError for a saved group whose training this rule cannot continue."""
@@ -189,6 +195,7 @@ class UpdateRule(Protocol):
         """Factors by state key for a parameter that took ``count`` steps, fewer than its group."""
         return {}
 
+    @abstractmethod
     def bind(self, stored: Mapping[str, Stored], initial: Set[str]) -> BoundState:
         """Record of the stored arrays of consecutive elements, with the rule's own names.
 
@@ -198,6 +205,7 @@ class UpdateRule(Protocol):
                 `MASTER_PARAM` the parameter. Contains all of `keys` or none of them.
         """
 
+    @abstractmethod
     def step_values(self, group: Mapping[str, Any], step: int) -> Any:
         """Hyperparameters of a group for one step.
 
@@ -225,5 +233,6 @@ class UpdateRule(Protocol):
         """The same values with their tensors on ``device``."""
         return values._replace(lr=lr_on(values.lr, device))
 
+    @abstractmethod
     def compiled_values(self, values: Any) -> tuple[Any, ...]:
         """The part of the values that is compiled into the kernel."""

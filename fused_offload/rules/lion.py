@@ -87,9 +87,6 @@ class LionRule(UpdateRule):
         refuse_options(group, "FusedOffloadLion", _OTHER_ARGUMENTS)
         self.check_group(group)
 
-    def check_param(self, param: torch.Tensor) -> None:
-        """Takes every parameter."""
-
     def group_warning(self, group: Mapping[str, Any]) -> str | None:
         """Warns of a momentum whose format is too coarse for its decay."""
         return standing_average({"exp_avg": group["betas"][1]}, self.formats)
