@@ -669,9 +669,9 @@ class OffloadOptimizer(torch.optim.Optimizer):
             ValueError: for a bad ``clip_value``, and models without parameters of this optimizer.
             RuntimeError: where gradients are not final when autograd has accumulated them
                 (``DistributedDataParallel``, ``FullyShardedDataParallel``, HSDP,
-                ``CPUOffloadPolicy``), where another optimizer steps the same parameters in
-                backward, with ``use_decoupled_grad``, and with a window, which is for one step
-                after the pass.
+                ``CPUOffloadPolicy``), where ranks agree on the scales of quantised parameters,
+                where another optimizer steps the same parameters in backward, with
+                ``use_decoupled_grad``, and with a window, which is for one step after the pass.
         """
         self._check_usable()
         if self.use_decoupled_grad or self.offload.window_bytes:

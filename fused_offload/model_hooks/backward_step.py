@@ -284,8 +284,8 @@ def stepped_params(
 
     Raises:
         ValueError: for a bad ``clip_value``, and models without such parameters.
-        RuntimeError: where gradients are not final when autograd has accumulated them, and where
-            another optimizer steps the same parameters.
+        RuntimeError: where gradients are not final when autograd has accumulated them, where
+            another optimizer steps the same parameters, and where ranks agree on their scales.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     hooked = _untied(models, params)

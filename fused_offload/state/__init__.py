@@ -1,4 +1,4 @@
-"""Optimizer state: layouts, extents, stored state, conversion, entries of `optimizer.state`.
+"""Optimizer state: layouts, extents, stored state, conversion, entries, steps of groups.
 
 May import `memory`, `params`, `rules` and what they import.
 

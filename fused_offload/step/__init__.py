@@ -1,4 +1,4 @@
-"""One step, from groups and gradients to enqueued work on all devices; scalers and reports.
+"""One step, from groups and gradients to enqueued work on all devices; scalers, clipping, reports.
 
 May import `stream` and what it imports.
 

@@ -8,7 +8,7 @@ from .cli_choices import RECIPE_NAMES
 
 
 class Recipe(NamedTuple):
-    """How a recipe keeps a parameter on the GPU.
+    """Properties of a recipe that a plan depends on.
 
     Attributes:
         param_bytes: bytes for each element of a large matrix: codes by rows and once more by
