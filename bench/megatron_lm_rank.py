@@ -31,7 +31,7 @@ from fused_offload.params.quantised import plain_values
 
 
 class Watch:
-    """What a rank saw of the training.
+    """Observations of one rank's training.
 
     Attributes:
         case: the case's settings, see `megatron_lm.Case.spec`.

@@ -315,7 +315,7 @@ def test_one_gpu_skips_on_its_own(devices: tuple[str, ...], expected: bool, monk
     params = [torch.ones(index + 1) for index in range(len(devices))]
     placements = {len(param): Placement(torch.device(name), False) for param, name in zip(params, devices, strict=True)}
     monkeypatch.setattr(placement, "placement_of", lambda param: placements[len(param)])
-    monkeypatch.setattr(stepper, "_watch", SimpleNamespace(params=params, generation=1))
+    monkeypatch.setattr(stepper, "_tracker", SimpleNamespace(params=params, generation=1))
     assert stepper.on_one_gpu() == expected
 
 

@@ -107,7 +107,7 @@ def test_gradients_are_checked_again_where_their_kind_changed(monkeypatch: pytes
             optimizer.step()  # a set of known kinds
             groups = optimizer.param_groups
             with pytest.raises(kind, match=words):
-                optimizer._stepper._watch.observe(groups, False, {id(params[(missing + 2) % 4]): bad})
+                optimizer._stepper._tracker.observe(groups, False, {id(params[(missing + 2) % 4]): bad})
 
 
 def test_a_known_part_is_checked_again_where_it_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +115,7 @@ def test_a_known_part_is_checked_again_where_it_changed(monkeypatch: pytest.Monk
 
     def observe(**grads: torch.Tensor) -> Any:
         given = {id(params[place]): grads.get(f"of_{place}", torch.ones(SHAPE)) for place in (3, 1)}
-        return optimizer._stepper._watch.observe(optimizer.param_groups, False, given, 0)
+        return optimizer._stepper._tracker.observe(optimizer.param_groups, False, given, 0)
 
     for bad, kind, words in (
         (torch.ones(17), RuntimeError, "shape"),
@@ -144,4 +144,4 @@ def test_a_part_of_a_parameter_that_is_in_two_groups_is_refused(monkeypatch: pyt
     optimizer.param_groups.append({**optimizer.param_groups[0], "params": [params[1]]})
     for part in (None, 0, 0):
         with pytest.raises(RuntimeError, match="share memory"):
-            optimizer._stepper._watch.observe(optimizer.param_groups, False, {id(params[1]): torch.ones(SHAPE)}, part)
+            optimizer._stepper._tracker.observe(optimizer.param_groups, False, {id(params[1]): torch.ones(SHAPE)}, part)

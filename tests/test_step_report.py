@@ -181,7 +181,7 @@ def test_the_time_of_a_step_begins_with_its_call(monkeypatch: pytest.MonkeyPatch
         (pipeline,) = optimizer._stepper.devices.pipelines.values()
         seen: list[StepMarks] = []
         monkeypatch.setattr(pipeline.log, "add", lambda number, marks: seen.append(marks))
-        observe = optimizer._stepper._watch.observe
+        observe = optimizer._stepper._tracker.observe
 
         def slow(*args: Any) -> Any:
             time.sleep(0.05)  # of the host; the event before it is that of the call
@@ -189,7 +189,7 @@ def test_the_time_of_a_step_begins_with_its_call(monkeypatch: pytest.MonkeyPatch
             return observe(*args)
 
         called: list[Any] = []
-        monkeypatch.setattr(optimizer._stepper._watch, "observe", slow)
+        monkeypatch.setattr(optimizer._stepper._tracker, "observe", slow)
         optimizer.step()
         assert seen[0].host_ms > 50
         assert seen[0].began is called[0][0]

@@ -45,7 +45,7 @@ class Stepper:
         self.failure: str | None = None
         self._hooks = hooks
         self._store = store
-        self._watch = ParamTracker()
+        self._tracker = ParamTracker()
         self._entries: list[ParamState | None] = []
         self._some_without_entry = False
         self._entries_made_for = (-1, -1)
@@ -113,7 +113,7 @@ class Stepper:
         """
         self.devices.note_call()
         with profiler_range("check"):
-            updates = self._watch.observe(param_groups, decoupled_grad, given, part)
+            updates = self._tracker.observe(param_groups, decoupled_grad, given, part)
             self._check_entries(updates, rule)
         return updates
 
@@ -158,7 +158,7 @@ class Stepper:
             updates: result of `observe`.
         """
         scaler = scaler_inputs(optimizer, grad_scaler)
-        on_device = updates.params and self.on_one_gpu() and not self._watch.has_quantised
+        on_device = updates.params and self.on_one_gpu() and not self._tracker.has_quantised
         if scaler.found_inf is not None and not on_device:
             # The CPU needs the flag now. Several devices would each count skips alone, without a
             # launch none counts, and what quantises a parameter cannot be skipped on the device.
@@ -167,11 +167,11 @@ class Stepper:
 
     def on_one_gpu(self) -> bool:
         """True if all parameters are stepped by one CUDA device."""
-        made_for = self._watch.generation, self._hooks.version
+        made_for = self._tracker.generation, self._hooks.version
         if self._devices_of != made_for:
             self._devices_of = made_for
             self._step_devices = {
-                self.placement_of(param).device for param in self._watch.params if local_of(param).numel()
+                self.placement_of(param).device for param in self._tracker.params if local_of(param).numel()
             }
         return len(self._step_devices) == 1 and next(iter(self._step_devices)).type == "cuda"
 
@@ -291,27 +291,27 @@ class Stepper:
         """State of each update, with its storage."""
         # Not only if this step saw a change: an earlier step may have seen it, and then been
         # refused or skipped.
-        known = self._entries if self._entries_made_for == (self._watch.generation, self._hooks.version) else None
+        known = self._entries if self._entries_made_for == (self._tracker.generation, self._hooks.version) else None
         if known is None or (
             self._some_without_entry and any(known[position] is None for position in updates.positions)
         ):
             params = wanted()
             self._store.ensure(params, params)
             self._store.rehome()
-            known = self._entries = [self._store.stored_of(param) for param in self._watch.params]
+            known = self._entries = [self._store.stored_of(param) for param in self._tracker.params]
             self._some_without_entry = any(entry is None for entry in known)
-            self._entries_made_for = (self._watch.generation, self._hooks.version)
+            self._entries_made_for = (self._tracker.generation, self._hooks.version)
         else:
             self._store.rehome_moved()
         entries = known if len(updates.positions) == len(known) else [known[place] for place in updates.positions]
         return cast("list[ParamState]", entries)
 
     def _check_entries(self, updates: Updates, rule: UpdateRule) -> None:
-        if self._entries_made_for != (self._watch.generation, self._hooks.version):
+        if self._entries_made_for != (self._tracker.generation, self._hooks.version):
             # All parameters are checked: later steps, in which others have gradients, check none.
             misfits = [
                 misfit(param, group, rule, self._store, self._config)
-                for param, group in zip(self._watch.params, self._watch.groups, strict=True)
+                for param, group in zip(self._tracker.params, self._tracker.groups, strict=True)
             ]
             self._misfits = {position: reason for position, reason in enumerate(misfits) if reason}
         for position in updates.positions if self._misfits else ():

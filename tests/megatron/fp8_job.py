@@ -267,7 +267,7 @@ def main() -> None:
     """Runs the cases, says what came out, and ends with status 1 unless all is well."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes here")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the first rank's outcomes here")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     set_up()
@@ -278,7 +278,7 @@ def main() -> None:
         for line in outcome["wrong"]:
             print(f"      {line}")
         sys.stdout.flush()
-    if args.json:
+    if args.json and torch.distributed.get_rank() == 0:
         args.json.write_text(json.dumps(outcomes, indent=1))
     failed = [name for name, outcome in outcomes.items() if outcome["wrong"]]
     print(f"VERDICT: {'FAIL: ' + '; '.join(failed) if failed else 'all ' + str(len(outcomes)) + ' cases are well'}")
