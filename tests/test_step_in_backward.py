@@ -756,3 +756,15 @@ def test_streams_the_bits_of_the_ordinary_step(side_stream: bool, monkeypatch: p
         results.append(snapshot(optimizer))
         optimizer.close()
     assert_same_snapshot(*results)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_that_wait_keep_no_graph() -> None:
+    model = torch.nn.Linear(3, 3)
+    optimizer = FusedOffloadAdam(model.parameters())
+    steps = optimizer.step_in_backward(model)
+    model(torch.ones(2, 3)).square().sum().backward(create_graph=True)
+    waiting = [grad for one in steps._waiting.values() for grad in one.grads.values()]
+    assert len(waiting) == 2
+    assert not any(grad.requires_grad for grad in waiting)
+    optimizer.step()

@@ -188,7 +188,7 @@ class BackwardSteps:
             if id(param) in self._arrived:
                 param.grad = self._placeholder(param)
                 raise RuntimeError(GONE)
-            grad = like_param(param, param.grad)
+            grad = like_param(param, param.grad.detach())
             device = local_of(grad).device
             # Kernels run in the queue that computed their gradients: it owns the freed memory.
             queue = (device, optimizer._compute_queue(device))
