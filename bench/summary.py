@@ -183,6 +183,8 @@ _WHOLE_CASES = {
     "ours-100-4.06B-auto": "4.06 bytes and such a window",
 }
 
+_WHOLE_OTHERS = {"stock-6B": "At 6 bytes:", "hybrid-100": "With HybridDeviceOptimizer, all on the CPU:"}
+
 
 def _whole_summary(results: Source) -> str:
     cases = results.record["whole"]
@@ -191,10 +193,12 @@ def _whole_summary(results: Source) -> str:
         return f"{cases[name]['iteration_ms']:,.0f} ms at a peak of {cases[name]['peak_bytes'] / 1e9:.1f} GB"
 
     ours = "; ".join(f"{words} {iteration(name)}" for name, words in _WHOLE_CASES.items())
+    others = "".join(f"{words} {iteration(name)}. " for name, words in _WHOLE_OTHERS.items() if name in cases)
     return (
         f"**A whole iteration of Megatron-LM's `pretrain_gpt.py`**, unmodified, "
         f"{cases['ours-100-12B-full']['host_bytes'] / 12e9:.2f} billion parameters, with TransformerEngine's "
-        f"FusedAdam: {iteration('stock')}. With FusedOffloadAdam and all state on the host: {ours} ({link(results)})."
+        f"FusedAdam: {iteration('stock')}. {others}With FusedOffloadAdam and all state on the host: {ours} "
+        f"({link(results)})."
     )
 
 
