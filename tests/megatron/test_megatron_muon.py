@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import os
 import subprocess
 import sys
@@ -57,6 +58,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def once(folder: Path, ranks: int) -> list[dict[str, Any]]:
     """The job's findings; the first of pytest's workers to ask runs it."""
+    if importlib.util.find_spec("megatron.core.optimizer.emerging_optimizers") is None:
+        pytest.skip("needs Muon as Megatron-Core has it from 0.18 on")
     directory = folder / f"megatron-muon-{ranks}"
     with (folder / f"megatron-muon-{ranks}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
