@@ -20,8 +20,8 @@ from fused_offload.tuning.cli_choices import (
     DTYPES,
     MASTERS,
     MOMENT_DTYPES,
-    RECIPE_NAMES,
 )
+from fused_offload.tuning.recipes import RECIPES
 from fused_offload.tuning.sizes import MEGATRON_SIZES
 
 from . import __version__
@@ -238,7 +238,7 @@ def _add_dtypes(plan: argparse.ArgumentParser) -> None:
     dtypes.add_argument("--param-dtype", choices=DTYPES, default="bf16", help="default: %(default)s")
     dtypes.add_argument(
         "--quantised",
-        choices=RECIPE_NAMES,
+        choices=RECIPES,
         help="all parameters are TransformerEngine's of this recipe, and stand for --param-dtype; give --largest-param",
     )
     dtypes.add_argument(

@@ -8,9 +8,6 @@ MOMENT_DTYPES = (*DTYPES, "uint8")
 
 MASTERS = ("fp32", "fp16", "remainder", "none")
 
-RECIPE_NAMES = ("delayed", "tensorwise", "blockwise", "mxfp8", "nvfp4")
-"""Recipes of quantised parameters, by Megatron's names."""
-
 DEFAULT_LINK_GBPS = 47.0
 """GB/s each way with both directions busy: measured on an H100 over PCIe 5 x16."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from .cli_choices import RECIPE_NAMES
-
 
 class Recipe(NamedTuple):
     """Properties of a recipe that a plan depends on.
@@ -20,17 +18,11 @@ class Recipe(NamedTuple):
     agrees: bool = False
 
 
-RECIPES = dict(
-    zip(
-        RECIPE_NAMES,
-        (
-            Recipe(2.0),
-            Recipe(2.0, agrees=True),
-            Recipe(2 * (1 + 4 / 128**2)),  # float32 for 128 x 128
-            Recipe(2 * (1 + 1 / 32)),  # a byte for 32
-            Recipe(2 * (1 / 2 + 1 / 16), agrees=True),  # a byte for 16
-        ),
-        strict=True,
-    )
-)
-"""Recipe by its name."""
+RECIPES = {
+    "delayed": Recipe(2.0),
+    "tensorwise": Recipe(2.0, agrees=True),
+    "blockwise": Recipe(2 * (1 + 4 / 128**2)),  # float32 for 128 x 128
+    "mxfp8": Recipe(2 * (1 + 1 / 32)),  # a byte for 32
+    "nvfp4": Recipe(2 * (1 / 2 + 1 / 16), agrees=True),  # a byte for 16
+}
+"""Recipe by Megatron's name of it."""
