@@ -41,6 +41,8 @@ from fused_offload.stream.queues import DeviceQueues
 
 CHUNK_BYTES = 2048
 SIZES = ((200,), (1,), (100,))
+PARTS = range(16)
+"""Shares of the large form, for as many workers."""
 PACKAGE = os.path.dirname(fused_offload.__file__)
 
 
@@ -371,17 +373,19 @@ def test_nothing_writes_parameters_in_host_memory_behind_a_failed_step() -> None
 
 
 @pytest.mark.large
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("behind", [False, True], ids=["before", "behind"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_call_that_raises(kind: str, behind: bool) -> None:
-    for number in range(counted(kind, AtCall)):
+def test_each_call_that_raises(kind: str, behind: bool, part: int) -> None:
+    for number in range(part, counted(kind, AtCall), len(PARTS)):
         assert check(kind, LATE[number % len(LATE)], AtCall(number, behind=behind))
 
 
 @pytest.mark.large
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_signal_between_any_two_bytecodes(kind: str) -> None:
-    for number in range(counted(kind, AtBytecode)):
+def test_a_signal_between_any_two_bytecodes(kind: str, part: int) -> None:
+    for number in range(part, counted(kind, AtBytecode), len(PARTS)):
         check(kind, LATE[number % len(LATE)], AtBytecode(number))
 
 
