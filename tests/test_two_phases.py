@@ -252,10 +252,10 @@ def test_chunks_move_the_keys_of_their_phase_alone(formats: str, bytes_to_device
 # -- order and work memory -------------------------------------------------------------------------
 
 
-def chunks_of(*numels: int, capacity: int, kind: str) -> tuple[Chunk, ...]:
+def chunks_of(*numels: int, capacity: int, kind: str, largest_first: bool = False) -> tuple[Chunk, ...]:
     starts = itertools.accumulate(-(-numel // 128) * 128 for numel in (0, *numels))
     segments = [Segment(kind, start, numel) for start, numel in zip(starts, numels, strict=False)]
-    return make_plan(segments, lambda kind: capacity, keep_whole=True)
+    return make_plan(segments, lambda kind: capacity, keep_whole=True, largest_first=largest_first)
 
 
 def test_a_parameter_that_is_cut_shares_no_chunk() -> None:
@@ -268,6 +268,21 @@ def test_a_parameter_that_is_cut_shares_no_chunk() -> None:
         [(4, 0, 300)],
     ]
     assert [chunk.numel for chunk in chunks] == [384, 384, 384, 128, 384]
+
+
+def test_chunks_of_a_parameter_that_is_cut_are_of_one_size() -> None:
+    """A small one behind a full one would leave most of a slot empty, and the link idle."""
+    chunks = chunks_of(1100, capacity=1024, kind="a")
+    assert [[(piece.offset, piece.numel) for piece in chunk.pieces] for chunk in chunks] == [[(0, 640)], [(640, 460)]]
+    assert [[(part.start, part.numel) for part in chunk.ranges] for chunk in chunks] == [[(0, 640)], [(640, 512)]]
+
+
+def test_parameters_of_one_size_fill_chunks_wherever_they_lie() -> None:
+    chunks = chunks_of(*[100, 1000] * 3, capacity=384, kind="a", largest_first=True)
+    assert [[piece.segment for piece in chunk.pieces] for chunk in chunks] == [[1]] * 3 + [[3]] * 3 + [[5]] * 3 + [
+        [0, 2, 4]
+    ]
+    assert [(part.numel, part.slot_start) for part in chunks[-1].ranges] == [(128, 0), (128, 128), (128, 256)]
 
 
 def test_neighbours_run_beside_an_operation() -> None:
@@ -291,9 +306,9 @@ def test_large_parameters_come_first() -> None:
     assert [operation.segment for operation in operations] == [4, 3, 1, 2, 5, 0]
     assert [(chunk.kind, chunk.pieces[0].segment, chunk.pieces[0].offset) for chunk in chunks] == [
         *[("a", 4, 0), ("a", 4, 384), ("a", 4, 768)],
-        *[("a", 3, 0), ("a", 3, 384)],
+        *[("a", 3, 0), ("a", 3, 256)],
         *[("b", 4, 0), ("b", 4, 384), ("b", 4, 768)],
-        *[("a", 1, 0), ("b", 3, 0), ("b", 3, 384), ("a", 2, 0), ("b", 1, 0), ("a", 5, 0)],
+        *[("a", 1, 0), ("b", 3, 0), ("b", 3, 256), ("a", 2, 0), ("b", 1, 0), ("a", 5, 0)],
         *[("b", 2, 0), ("a", 0, 0), ("b", 5, 0), ("b", 0, 0)],
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import NamedTuple
 
-from fused_offload.state.layout import ALIGNMENT
+from fused_offload.state.layout import ALIGNMENT, align
 
 
 class Segment(NamedTuple):
@@ -57,7 +57,7 @@ class Chunk(NamedTuple):
 
     Attributes:
         kind: the kind of its segments.
-        pieces: parts of segments, in the order of their storage, or of their kind's segments.
+        pieces: parts of segments, in the order of their kind's segments.
         ranges: storage to copy; covers the pieces.
         numel: elements that the chunk takes in a slot.
     """
@@ -73,6 +73,7 @@ def make_plan(
     capacity: Callable[[Hashable], int | None],
     *,
     keep_whole: bool = False,
+    largest_first: bool = False,
     without: Collection[int] = (),
 ) -> tuple[Chunk, ...]:
     """Cuts segments into chunks.
@@ -83,8 +84,9 @@ def make_plan(
     Args:
         segments: parts of parameters to update; those of one kind do not overlap in storage.
         capacity: most elements of a chunk of a kind, a multiple of `ALIGNMENT`; None for no limit.
-        keep_whole: cut only segments that are larger than a chunk, and give each of them chunks of
-            its own.
+        keep_whole: cut only segments that are larger than a chunk, into chunks of their own and of
+            one size.
+        largest_first: take large segments of a kind first, those of one size in that order.
         without: indices of segments to leave out.
 
     Returns:
@@ -101,7 +103,7 @@ def make_plan(
         indices.append(index)
     chunks: list[Chunk] = []
     for kind, indices in by_kind.items():
-        indices.sort(key=lambda index: segments[index].start)
+        indices.sort(key=lambda index: (-segments[index].numel if largest_first else 0, segments[index].start))
         chunks.extend(chunks_of_kind(kind, indices, segments, capacity(kind), keep_whole=keep_whole))
     return tuple(chunks)
 
@@ -139,15 +141,17 @@ def chunks_of_kind(
 
     for index in indices:
         _, start, numel = segments[index]
-        offset = 0
+        offset, most = 0, limit
         if keep_whole and limit is not None and numel > limit - used:
             close_chunk()
+            if numel > limit:
+                most = align(-(-numel // -(-numel // limit)))
         while offset < numel:
-            if limit is not None and used >= limit:
+            if most is not None and used >= most:
                 close_chunk()
             taken = numel - offset
-            if limit is not None and taken > limit - used:
-                taken = limit - used
+            if most is not None and taken > most - used:
+                taken = most - used
             pieces.append(Piece(index, offset, taken, used))
             if range_end != start + offset or range_end == range_start:
                 close_range()

@@ -206,12 +206,13 @@ class Planner:
         operation = phases[0].then
         assert operation is not None
         found = _TwoPhases({}, {}, {})
+        capacity, largest_first = partial(self._part_capacity, phases), not operation.is_collective
         first, second = (
-            _by_device(make_plan(_in_phase(segments, number), partial(self._part_capacity, phases), keep_whole=True))
+            _by_device(make_plan(_in_phase(segments, number), capacity, keep_whole=True, largest_first=largest_first))
             for number in range(2)
         )
         for device, chunks in first.items():
-            ordered, operations = in_order(chunks, second[device], largest_first=not operation.is_collective)
+            ordered, operations = in_order(chunks, second[device], largest_first=largest_first)
             scratch = max(operation.scratch_bytes(params[one.segment]) for one in operations)
             found.chunks_on[device] = ordered
             found.operations[device], found.work[device] = placed(
