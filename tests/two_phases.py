@@ -105,9 +105,9 @@ def parts(param: torch.Tensor, array: torch.Tensor, scratch: torch.Tensor, value
     ]
 
 
-def scalar_of(param: torch.Tensor, values: Values) -> float:
+def scalar_of(shape: torch.Size, values: Values) -> float:
     """Learning rate over the parameter's first dimension."""
-    return values.lr / param.shape[0]
+    return values.lr / shape[0]
 
 
 OPERATION = WholeOperation(torch.float32, scratch_bytes, parts, scalar_of)
@@ -199,7 +199,7 @@ class Plain:
                 "grad_scale": grad_scale,
                 "counter": 0,
                 "array": array,
-                "scalar": round_fp32(scalar_of(param, values)),
+                "scalar": round_fp32(scalar_of(param.shape, values)),
             }
             first_phase(flat_param, flat_grad, self.state[index], values, **beside)
             scratch = torch.empty(scratch_bytes(param), dtype=torch.uint8)

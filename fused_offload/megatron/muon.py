@@ -29,7 +29,7 @@ def _no_scratch(param: torch.Tensor) -> int:
     return 0
 
 
-def _minus_lr(param: torch.Tensor, values: MuonScalars) -> float:
+def _minus_lr(shape: torch.Size, values: MuonScalars) -> float:
     return -1.0 if isinstance(values.lr, torch.Tensor) else -values.lr
 
 

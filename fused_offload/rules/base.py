@@ -42,7 +42,8 @@ class WholeOperation(NamedTuple):
             that chunks of other parameters can go between them. ``array`` has the parameter's shape
             and strides; ``scratch`` is uint8. The calls serve all steps of the same
             `UpdateRule.compiled_values`, and allocate no memory.
-        scalar: ``(param, values)``, returns the parameter's float32 for the launches of this step.
+        scalar: ``(shape, values)``, returns the float32 of parameters of a shape for the launches of
+            this step.
         is_collective: whether ranks communicate in it, so that all must take parameters in their
             order, whatever the chunks.
     """
@@ -50,7 +51,7 @@ class WholeOperation(NamedTuple):
     dtype: torch.dtype
     scratch_bytes: Callable[[torch.Tensor], int]
     parts: Callable[..., Sequence[Callable[[], Any]]]
-    scalar: Callable[[torch.Tensor, Any], float]
+    scalar: Callable[[torch.Size, Any], float]
     is_collective: bool = False
 
 

@@ -82,10 +82,6 @@ def _parts(
     return newton_schulz_parts(array, scratch, values.newton_schulz)
 
 
-def _scale(param: torch.Tensor, values: MuonScalars) -> float:
-    return update_scale(param.shape, values)
-
-
 _LAUNCHES = "fused_offload.kernels.muon.launch"
 _FIRST, _SECOND = frozenset({_MOMENTUM}), frozenset({MASTER_PARAM})
 
@@ -120,7 +116,7 @@ class MuonRule(UpdateRule):
             momentum_phase_,
             imported_when_called(_LAUNCHES, "compile_momentum_phase"),
             imported_when_called(_LAUNCHES, "momentum_phase_"),
-            WholeOperation(torch.bfloat16, scratch_bytes, _parts, _scale),
+            WholeOperation(torch.bfloat16, scratch_bytes, _parts, update_scale),
         ),
         Phase(
             _SECOND,

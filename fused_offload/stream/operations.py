@@ -21,7 +21,7 @@ def _quantise(param: Any, array: torch.Tensor, scratch: torch.Tensor, values: An
     return [partial(param.quantize_, array)]
 
 
-QUANTISE = WholeOperation(torch.float32, lambda param: 0, _quantise, lambda param, values: 0.0)
+QUANTISE = WholeOperation(torch.float32, lambda param: 0, _quantise, lambda shape, values: 0.0)
 """Makes a quantised parameter from its updated values, behind the only phase of a rule. The kernels
 write those into an array in the parameter's place."""
 
@@ -95,10 +95,10 @@ def parts_of(operation: Operation, work: WorkMemory, memory: torch.Tensor, input
 
 def scalars_of(operations: Sequence[Operation], inputs: StepInputs) -> tuple[float, ...]:
     """This step's scalar of each operation's parameter."""
-    updates, whole = inputs.updates, operation_of(inputs.rule)
-    return tuple(
-        whole.scalar(updates.params[one.segment], inputs.values[updates.groups[one.segment]]) for one in operations
-    )
+    updates, scalar = inputs.updates, operation_of(inputs.rule).scalar
+    keys = [(updates.groups[one.segment], updates.params[one.segment].shape) for one in operations]
+    found = {(group, shape): scalar(shape, inputs.values[group]) for group, shape in dict.fromkeys(keys)}
+    return tuple([found[key] for key in keys])
 
 
 def step_memory(nbytes: int, device: torch.device) -> torch.Tensor:
