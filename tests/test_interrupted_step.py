@@ -292,6 +292,8 @@ class AtBytecode:
             return trace
 
         before = sys.gettrace()
+        # Python 3.12 looks at this only where tracing is switched on.
+        sys._getframe().f_trace_opcodes = True
         sys.settrace(trace)
         try:
             step()
@@ -335,6 +337,7 @@ class Counted:
         if (kind, make) not in self.totals:
             interrupting = make(sys.maxsize)
             assert not check(kind, SCHEDULES[0], interrupting)
+            assert interrupting.seen > 10
             self.totals[kind, make] = interrupting.seen
         return self.totals[kind, make]
 
