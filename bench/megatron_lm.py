@@ -19,6 +19,7 @@ Nothing is waited for between two lines of Megatron's log, as in training.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -281,8 +282,12 @@ def what_log_says(log: str) -> dict[str, Any]:
     """The lines of the script that count: Megatron's about iterations, and ours."""
     lines = []
     for found in _LINE.finditer(log):
-        fields = dict(part.strip().rpartition(":")[::2] for part in found[2].split("|") if ":" in part)
-        lines.append({"iteration": int(found[1]), **{name: float(value) for name, value in fields.items()}})
+        line: dict[str, float] = {"iteration": int(found[1])}
+        for part in found[2].split("|"):
+            name, _, value = part.strip().rpartition(":")
+            with contextlib.suppress(ValueError):  # another rank's words behind a line of this one
+                line[name] = float(value)
+        lines.append(line)
     ours = [line.strip() for line in log.splitlines() if line.strip().startswith("fused-offload:")]
     record: dict[str, Any] = {"log": lines, "said": ours}
     speed, ms = "throughput per GPU (TFLOP/s/GPU)", "elapsed time per iteration (ms)"

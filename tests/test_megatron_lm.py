@@ -101,6 +101,21 @@ def test_cases_run_are_compared_and_shown(program: ModuleType, checkout: Path, t
     assert all(f"| {name} |" in table for name in cases)
 
 
+def test_words_of_another_rank_behind_a_line_of_the_log_are_left_out(program: ModuleType) -> None:
+    log = (
+        " [2026-11-29] iteration        2/       4 | elapsed time per iteration (ms): 500.0 | lm loss: 1.5E+00 |"
+        "Theoretical memory footprints: weight and optimizer=6944.38 MB, total=8169.22 MB\n"
+        " iteration        4/       4 | elapsed time per iteration (ms): 400.0 | "
+        "throughput per GPU (TFLOP/s/GPU): 50.0 |\n"
+    )
+    record = program.what_log_says(log)
+    assert record["log"] == [
+        {"iteration": 2, "elapsed time per iteration (ms)": 500.0, "lm loss": 1.5},
+        {"iteration": 4, "elapsed time per iteration (ms)": 400.0, "throughput per GPU (TFLOP/s/GPU)": 50.0},
+    ]
+    assert record["tflop_per_iteration"] == 20.0
+
+
 def test_a_script_that_fails_is_reported_and_the_others_run(
     program: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
