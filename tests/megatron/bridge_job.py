@@ -2,7 +2,8 @@
 ``python bridge_job.py FOLDER [--backend gloo]``.
 
 A tiny GPT trains with this optimizer and with the stock one, each in a process of its own: from the
-start, from loaded weights alone, and adapters alone (LoRA). Runs that go on from a checkpoint have
+start, from loaded weights alone, adapters alone (LoRA), and over NCCL also with layers of
+TransformerEngine whose activations Megatron moves to the host and back. Runs that go on from a checkpoint have
 to have the losses and gradient norms of the uninterrupted ones in every digit. So do both
 optimizers where TransformerEngine's FusedAdam is the stock one. torch's AdamW, where there is no
 TransformerEngine, rounds otherwise.
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ITERATIONS, SAVED = 4, 2
+DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
 TOLERANCE = 1e-3
 """Relative difference from torch's AdamW."""
 RUNS = {
@@ -30,6 +32,10 @@ RUNS = {
     "weights": ("train", "weights"),
     "adapters": ("train", "weights"),
     "resume adapters": ("adapters", "everything"),
+}
+ON_GPUS = {
+    "moved activations": (None, ""),
+    "resume moved activations": ("moved activations", "everything"),
 }
 
 
@@ -41,7 +47,10 @@ def config(folder: Path, run: str, optimizer: str, backend: str) -> Any:
     from megatron.bridge.training import config as bridge
     from megatron.bridge.training.tokenizers.config import TokenizerConfig
     from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_local_spec,
+        get_gpt_layer_with_transformer_engine_spec,
+    )
 
     from fused_offload.megatron.bridge import FusedOffloadOptimizerConfig
 
@@ -54,8 +63,9 @@ def config(folder: Path, run: str, optimizer: str, backend: str) -> Any:
         params_dtype=torch.bfloat16,
         use_distributed_optimizer=True,
         clip_grad=1.0,
+        store_param_remainders=False,  # remainders would round 16-bit parameters otherwise
     )
-    loaded, what = RUNS[run]
+    loaded, what = {**RUNS, **ON_GPUS}[run]
     own, first = folder / optimizer / run, folder / optimizer / (loaded or "")
     checkpoints = bridge.CheckpointConfig(save=str(own), save_interval=SAVED, ckpt_format="torch_dist")
     if what == "everything":
@@ -77,6 +87,11 @@ def config(folder: Path, run: str, optimizer: str, backend: str) -> Any:
         ),
         False,
     )
+    moved: dict[str, Any] = {}
+    if "activations" in run:
+        modules = ["attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"]
+        moved = {"fine_grained_activation_offloading": True, "offload_modules": modules, "min_offloaded_tensor_size": 1}
+    layers = get_gpt_layer_with_transformer_engine_spec if moved else get_gpt_layer_local_spec
     return bridge.ConfigContainer(
         train=bridge.TrainingConfig(
             micro_batch_size=2, global_batch_size=4, train_iters=ITERATIONS, eval_iters=0, eval_interval=1000
@@ -88,7 +103,7 @@ def config(folder: Path, run: str, optimizer: str, backend: str) -> Any:
             ffn_hidden_size=128,
             seq_length=32,
             vocab_size=96,
-            transformer_layer_spec=lambda *args, **kwargs: get_gpt_layer_local_spec(),
+            transformer_layer_spec=lambda *args, **kwargs: layers(),
             params_dtype=torch.bfloat16,
             autocast_dtype=torch.bfloat16,
             bf16=True,
@@ -96,6 +111,7 @@ def config(folder: Path, run: str, optimizer: str, backend: str) -> Any:
             attention_dropout=0.0,
             hidden_dropout=0.0,
             **plain,
+            **moved,
         ),
         optimizer=stock
         if optimizer == "stock"
@@ -149,11 +165,15 @@ def _forget_iterations_after(folder: Path, iteration: int) -> None:
 
 def train(folder: Path, run: str, optimizer: str, backend: str) -> None:
     """Leaves losses and gradient norms of all iterations in a file."""
+    import torch
     from megatron.bridge.training import initialize
     from megatron.bridge.training import train as loop
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
+    from megatron.core.pipeline_parallel import utils
 
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    utils.set_ideal_affinity_for_current_gpu = lambda: None  # virtual machines refuse it
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp"):
         # Megatron's wheel has them built, but not the Makefile that Bridge runs.
         initialize.compile_helpers = lambda: None
@@ -170,12 +190,18 @@ def train(folder: Path, run: str, optimizer: str, backend: str) -> None:
     (folder / f"{optimizer} {run}.json").write_text(json.dumps(log))
 
 
-def run_together(folder: Path, runs: list[str]) -> None:
-    """Runs with both optimizers, each in a process and on a port of its own, all at the same time."""
+def run_together(folder: Path, runs: list[str]) -> set[str]:
+    """Runs with both optimizers, each in a process and on a port of its own, all at the same time.
+
+    Returns:
+        those that failed.
+    """
     processes = {}
     jobs = [(run, name) for run in runs for name in ("ours", "stock") if name == "ours" or not run.startswith("resume")]
     for port, (run, optimizer) in enumerate(jobs, 29541):
-        environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", **DETERMINISTIC}
+        if "activations" in run:
+            environment["NVTE_CPU_OFFLOAD_V1"] = "1"  # Megatron demands it
         log = folder / f"{optimizer} {run}.log"
         with log.open("w") as output:
             processes[log] = subprocess.Popen(
@@ -185,15 +211,16 @@ def run_together(folder: Path, runs: list[str]) -> None:
                 stderr=subprocess.STDOUT,
             )
     failed = [log for log, process in processes.items() if process.wait()]
-    if failed:
-        sys.exit("\n".join(f"{log.stem}:\n{log.read_text()[-6000:]}" for log in failed))
+    for log in failed:
+        print(f"{log.stem}:\n{log.read_text()[-6000:]}")
+    return {log.stem.partition(" ")[2] for log in failed}
 
 
-def compare(folder: Path) -> bool:
+def compare(folder: Path, runs: dict[str, tuple[str | None, str]]) -> bool:
     """Shows which runs are equal; true if all are that have to be."""
     logs = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
     ok = True
-    for run, (loaded, what) in RUNS.items():
+    for run, (loaded, what) in runs.items():
         other = f"ours {loaded}" if what == "everything" else f"stock {run}"
         ours, expected = logs[f"ours {run}"], logs[other][-len(logs[f"ours {run}"]) :]
         pairs = list(zip(_numbers(ours), _numbers(expected), strict=True))
@@ -219,11 +246,15 @@ def main() -> None:
         train(folder, *arguments.only, arguments.backend)
         return
     folder.mkdir(parents=True)
+    runs = RUNS | (ON_GPUS if arguments.backend == "nccl" else {})
     done: set[str | None] = {None}
-    while ready := [run for run, (loaded, _) in RUNS.items() if run not in done and loaded in done]:
-        run_together(folder, ready)
-        done.update(ready)
-    sys.exit(not compare(folder))
+    failed: set[str] = set()
+    while ready := [run for run, (loaded, _) in runs.items() if run not in done | failed and loaded in done]:
+        failed |= run_together(folder, ready)
+        done |= {*ready} - failed
+    well = compare(folder, {run: needs for run, needs in runs.items() if run in done})
+    print(f"failed: {', '.join(sorted(failed)) or 'none'}")
+    sys.exit(bool(failed) or not well)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ def save(job: Job, directory: Path, kind: str) -> None:
     torch.distributed.barrier()
 
 
-def start_saving(job: Job, directory: Path, kind: str, library: str = "mcore") -> Any:
-    """As ``--async-save`` does.
+def start_saving(job: Job, directory: Path, kind: str, library: str = "mcore", strategy: Any = None) -> Any:
+    """As ``--async-save`` does, with Megatron's default strategy or a given one.
 
     Returns:
         the request to write the checkpoint, of the library of this name (``--async-strategy``).
@@ -51,7 +51,7 @@ def start_saving(job: Job, directory: Path, kind: str, library: str = "mcore") -
     # write: persistent processes of 0.19 wait for such ranks forever.
     ranks, rank = (job.world_size,), (job.rank,)
     state["of each rank"] = dist_checkpointing.ShardedObject("of each rank", job.rank, ranks, rank)
-    return dist_checkpointing.save(state, str(directory), async_sharded_save=True, async_strategy=library)
+    return dist_checkpointing.save(state, str(directory), strategy, async_sharded_save=True, async_strategy=library)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from job import PLAIN_LAYERS, SEQUENCE, VOCABULARY, ShardState, Step, need_field, replaced, te_branches
+from job import DEVICE, PLAIN_LAYERS, SEQUENCE, VOCABULARY, ShardState, Step, need_field, replaced, te_branches
 from reference_optimizer import ReferenceAdam
 from registry import NotInReleaseError
 
@@ -26,7 +26,6 @@ from fused_offload.kernels.adam.reference import adam_step_
 from fused_offload.megatron.adam import MegatronAdam
 from fused_offload.params.dtensors import is_distributed, local_of
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HIDDEN, LAYERS, CHUNK_BYTES = (512, 4, 2**20) if DEVICE == "cuda" else (36, 1, 16000)
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -20,6 +20,7 @@ from fused_offload import OffloadConfig
 from fused_offload.kernels.formats import join_remainder
 from fused_offload.megatron.adam import MegatronAdam
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Few sizes are multiples of the 128 elements of padding.
 VOCABULARY, SEQUENCE, HIDDEN, LAYERS = 96, 16, 36, 2
 SEVERAL_BUCKETS = 7000
@@ -209,7 +210,7 @@ def build_model(spec: JobSpec) -> Any:
         **PLAIN_LAYERS,
     )
     layers = get_gpt_layer_local_spec(num_experts=layout.experts or None, moe_grouped_gemm=False)
-    model = GPTModel(config, layers, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE).to(spec.dtype)
+    model = GPTModel(config, layers, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE).to(DEVICE, spec.dtype)
     if layout.adapter_rank:
         add_adapters(model, layout.adapter_rank)
     for name, param in model.named_parameters():
@@ -301,9 +302,9 @@ class Job:
 
     def loss(self, generator: torch.Generator) -> torch.Tensor:
         """Loss of a batch that the generator draws."""
-        tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=generator)
-        positions = torch.arange(SEQUENCE).expand(2, SEQUENCE).contiguous()
-        mask = torch.tril(torch.ones(1, 1, SEQUENCE, SEQUENCE)) < 0.5
+        tokens = torch.randint(0, VOCABULARY, (2, SEQUENCE), generator=generator).to(DEVICE)
+        positions = torch.arange(SEQUENCE, device=DEVICE).expand(2, SEQUENCE).contiguous()
+        mask = torch.tril(torch.ones(1, 1, SEQUENCE, SEQUENCE, device=DEVICE)) < 0.5
         loss: torch.Tensor = self.model(tokens, positions, mask, labels=tokens)
         return loss.float().mean()
 

@@ -31,14 +31,14 @@ def datasets(*_: Any, **__: Any) -> tuple[Any, None, None]:
 
 def forward_step(data: Any, model: Any) -> Any:
     args = get_args()
-    tokens = next(data)["tokens"]
-    positions = torch.arange(args.seq_length).expand(len(tokens), -1)
-    mask = torch.triu(torch.ones(1, 1, args.seq_length, args.seq_length, dtype=torch.bool), diagonal=1)
-    losses = model(tokens[:, :-1].contiguous(), positions, mask, labels=tokens[:, 1:].contiguous())
+    tokens = next(data)["tokens"].cuda()
+    positions = torch.arange(args.seq_length, device=tokens.device).expand(len(tokens), -1)
+    future = torch.ones(1, 1, args.seq_length, args.seq_length, dtype=torch.bool, device=tokens.device).triu(1)
+    losses = model(tokens[:, :-1].contiguous(), positions, future, labels=tokens[:, 1:].contiguous())
 
     def loss_of(losses: torch.Tensor) -> Any:
         total = losses.float().sum()
-        count = torch.tensor(losses.numel(), dtype=torch.int)
+        count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
         return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
 
     return losses, loss_of

@@ -87,7 +87,7 @@ def write_when_told(told: Path, write: Callable[..., Any], *args: Any, **kwargs:
 
 
 @contextlib.contextmanager
-def _page_locked() -> Iterator[None]:
+def page_locked() -> Iterator[None]:
     """State that forked children do not inherit, as on a machine with a GPU."""
     # What Linux does stays; the driver is not there.
     cuda_driver.register_host_memory = lambda *args: None  # type: ignore[assignment]
@@ -98,7 +98,7 @@ def _page_locked() -> Iterator[None]:
         yield
 
 
-def _modules(library: str) -> tuple[Any, Any]:
+def modules(library: str) -> tuple[Any, Any]:
     """Modules with the queue of requests and with the writer."""
     package = LIBRARIES[library]
     try:
@@ -112,7 +112,7 @@ def _modules(library: str) -> tuple[Any, Any]:
 @functools.cache
 def _results(library: str) -> Any:
     """Queue in which a library's writers leave what they did; a process of its own keeps it."""
-    writer = _modules(library)[1]
+    writer = modules(library)[1]
     with replaced((writer, "_results_queue", None)):
         return writer.get_write_results_queue("fork")
 
@@ -120,7 +120,7 @@ def _results(library: str) -> Any:
 @functools.cache
 def _requests(library: str, worker: str) -> Any:
     """Queue of requests; a persistent process goes on until this one ends."""
-    return _modules(library)[0].AsyncCallsQueue(persistent=worker == "persistent")
+    return modules(library)[0].AsyncCallsQueue(persistent=worker == "persistent")
 
 
 def _schedule(request: Any, requests: Any, told: Path) -> None:
@@ -131,8 +131,8 @@ def _schedule(request: Any, requests: Any, told: Path) -> None:
 
 @contextlib.contextmanager
 def _writer_of(library: str) -> Iterator[None]:
-    writer = _modules(library)[1]
-    with _page_locked(), replaced((writer, "_results_queue", _results(library))):
+    writer = modules(library)[1]
+    with page_locked(), replaced((writer, "_results_queue", _results(library))):
         yield
 
 
@@ -212,7 +212,7 @@ def _local(context: Context, stored_formats: str) -> dict[str, Any]:
     directory = place(context, local_name(stored_formats))
     told = directory.with_name(f"{directory.name}.told")
     settings = {"algo": "fully_parallel", "parallelization_group": parallel_state.get_data_parallel_group()}
-    with _page_locked():
+    with page_locked():
         requests = _requests("nvrx", "forked")
         job, other = Job(spec), Job(spec._replace(seed=2))
         job.train(2)
