@@ -113,12 +113,18 @@ class Event:
         self.token: Token | None = None
 
     def record(self, stream: Stream | None = None) -> None:
-        token = self.token = Token()
+        stream, before, token = stream or self._sim.current, self.token, Token()
 
         def complete() -> None:
             token.done_at = self._sim.clock
 
-        self._sim.put(stream or self._sim.current, complete)
+        self.token = token
+        try:
+            self._sim.put(stream, complete)
+        except BaseException:
+            if token.done_at is None and complete not in stream.queue:
+                self.token = before  # the call did not reach the device
+            raise
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or self._sim.current).wait_event(self)
@@ -396,7 +402,7 @@ class SimulatedDevice:
         rows, phases = launches._plan.table.chunks[index], launches._inputs.rule.phases
         phase = phases[launches._plan.kinds[index].phase]
         state = launches._plan.state(index, slot_index, launches._inputs.rule, launches._ring, launches._window)
-        table, arguments = launches._table[rows.first :], (state, *launches._shared(index))
+        table, arguments = launches._table[index], (state, *launches._shared(index))
         self._count_call()
         views = tree_map(lambda value: View.of(value) if isinstance(value, torch.Tensor) else value, (table, arguments))
 

@@ -199,7 +199,9 @@ def test_an_interrupted_table_or_copy_is_made_again(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(step_upload.cuda_driver, "copy_to_device_async", lambda *arguments: sent.append(1))
     record = SimulatedDevice().current.record_event
     buffer.send(table, {}, 0, record)
-    other = SimpleNamespace(version=5, nbytes=table.nbytes, rows=table.rows, write_to=table.write_to)
+    other = SimpleNamespace(
+        version=5, nbytes=table.nbytes, rows=table.rows, chunks=table.chunks, write_to=table.write_to
+    )
     with monkeypatch.context() as patched:
         patched.setattr(step_upload.cuda_driver, "copy_to_device_async", interrupted)
         with pytest.raises(KeyboardInterrupt):
@@ -235,7 +237,7 @@ def test_the_host_runs_ahead_of_the_copies_of_tables(monkeypatch: pytest.MonkeyP
 
     def send(numel: int = 1) -> int:
         rows = np.zeros((numel, 6), np.int64)
-        table = SimpleNamespace(version=1, nbytes=rows.nbytes, rows=rows, write_to=lambda host: None)
+        table = SimpleNamespace(version=1, nbytes=rows.nbytes, rows=rows, chunks=[], write_to=lambda host: None)
         buffer.send(table, {}, 0, Event)  # type: ignore[arg-type]
         return sources[-1]
 

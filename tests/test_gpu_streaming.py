@@ -72,6 +72,13 @@ def delay(monkeypatch: pytest.MonkeyPatch, slow: str, dropped: str | None = None
             if stream is self.compute:
                 self._sleep("compute")
 
+        def wait_stream(self, stream, other) -> None:  # type: ignore[no-untyped-def]
+            if dropped is not None and stream is getattr(self, dropped):
+                return
+            super().wait_stream(stream, other)
+            if stream is self.compute:
+                self._sleep("compute")
+
         def copy_to_device(self, slot, copies) -> None:  # type: ignore[no-untyped-def]
             self._sleep("h2d")
             super().copy_to_device(slot, copies)

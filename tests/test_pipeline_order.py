@@ -35,9 +35,16 @@ ZERO_COPY_EDGE = "kernel after write-back"
 
 
 class FakeEvent:
-    def __init__(self, stream: Any) -> None:
-        self.done = False
+    """As CUDA's: a wait is for what was recorded when it was enqueued."""
+
+    def __init__(self) -> None:
+        self.stream: Any = None
+        self.recording: list[None] = []  # with an element once it is complete
+
+    def record(self, stream: deque[Any]) -> None:
         self.stream = stream
+        done = self.recording = []
+        stream.append(lambda: done.append(None) or True)
 
 
 class FakeOps:
@@ -48,18 +55,24 @@ class FakeOps:
     def __init__(self, slab: list[int], *, dropped: str | None = None) -> None:
         self.compute, self.h2d, self.d2h = deque[Any](), deque[Any](), deque[Any]()
         self.slab, self.dropped = slab, dropped
+        self.passing = FakeEvent()
         self.held: dict[int, Any] = {}  # content of slots and blocks: place and value
         self.of_state = 0  # next waits for write-backs of state, not of a slot
         self.errors = 0
 
-    def record(self, stream: deque[Any]) -> FakeEvent:
-        event = FakeEvent(stream)
-        stream.append(lambda: setattr(event, "done", True) or True)
+    def record(self, stream: deque[Any], event: FakeEvent | None = None) -> FakeEvent:
+        event = event or FakeEvent()
+        event.record(stream)
         return event
 
     def wait(self, stream: deque[Any], event: FakeEvent) -> None:
+        done = event.recording
         if self._edge(stream, event) != self.dropped:
-            stream.append(lambda: event.done)
+            stream.append(lambda: bool(done))
+
+    def wait_stream(self, stream: deque[Any], other: deque[Any]) -> None:
+        self.passing.record(other)
+        self.wait(stream, self.passing)
 
     def _edge(self, stream: deque[Any], event: FakeEvent) -> str:
         if stream is self.compute:

@@ -30,7 +30,7 @@ from two_phases import Toy
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.memory import cuda_driver
-from fused_offload.memory.staging_ring import StagingRing
+from fused_offload.memory.staging_ring import ENQUEUE_LOCK, StagingRing
 from fused_offload.model_hooks import backward_step
 from fused_offload.optimizer import OffloadOptimizer
 from fused_offload.params import placement
@@ -41,7 +41,7 @@ from fused_offload.stream import pipeline, queues, step_upload
 from fused_offload.stream import skip_counter as skips
 from fused_offload.stream.pipeline import Pipeline
 from fused_offload.stream.prefetch import Window
-from fused_offload.stream.queues import DeviceQueues
+from fused_offload.stream.queues import CudaOps, DeviceQueues
 from fused_offload.stream.schedule import StreamedChunk
 from fused_offload.stream.skip_counter import SkipCounter
 from fused_offload.stream.step_upload import UploadBuffer
@@ -573,6 +573,39 @@ def another_way_to_stream(device: Device) -> list[Snapshot]:
 
 def test_a_way_to_stream_leaves_nothing_to_the_next() -> None:
     run(another_way_to_stream, SCHEDULES[0])
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_the_event_that_streams_share_is_used_under_the_lock(
+    scenario: Scenario, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or another thread could record it again before the wait."""
+    original = CudaOps.wait_stream
+
+    def wait_stream(self: CudaOps, stream: Any, other: Any) -> None:
+        assert ENQUEUE_LOCK._is_owned()  # type: ignore[attr-defined]
+        original(self, stream, other)
+
+    monkeypatch.setattr(CudaOps, "wait_stream", wait_stream)
+    run(scenario, SCHEDULES[0])
+
+
+def test_a_step_makes_as_many_events_whatever_its_chunks() -> None:
+    def events(chunk_bytes: int) -> int:
+        sim = SimulatedDevice(SCHEDULES[0])
+        with pytest.MonkeyPatch.context() as patch, simulated_device.installed(sim, patch):
+            device = Device(sim)
+            optimizer = make(device.params(), chunk_bytes=chunk_bytes)
+            for _ in range(2):
+                device.step(optimizer)
+            made: list[int] = []
+            event = torch.cuda.Event
+            patch.setattr(torch.cuda, "Event", lambda *args, **kwargs: made.append(1) or event(*args, **kwargs))
+            device.step(optimizer)
+            optimizer.close()
+        return len(made)
+
+    assert events(CHUNK_BYTES) == events(8 * CHUNK_BYTES)
 
 
 # -- the same with one wait less -------------------------------------------------------------------

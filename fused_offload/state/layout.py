@@ -89,12 +89,12 @@ class Layout:
         """State bytes of ``numel`` elements, a multiple of `ALIGNMENT`."""
         return sum(format.stored_bytes(numel) for _, format in self.keys)
 
-    @property
+    @functools.cached_property
     def is_quantised(self) -> bool:
         """True for parameters that are quantised from what a step writes."""
         return any(format.of_quantised for _, format in self.keys)
 
-    @property
+    @functools.cached_property
     def written_dtype(self) -> torch.dtype:
         """dtype of the parameter values that a step writes."""
         return torch.float32 if self.is_quantised else self.param_dtype

@@ -53,6 +53,7 @@ class DevicePlan:
         table: addresses of parameters and gradients.
         host_params: parameters and gradients in host memory that pass through the ring.
         kinds: kind of each chunk.
+        alike: for each chunk, index of the first one of its kind and size.
         transfers: copies of each chunk that streams, by its index.
         in_window: index of each chunk in the window, its block, and the copies of its write-back.
         in_host_memory: indices of the zero-copy chunks, whose kernels work on host memory.
@@ -92,6 +93,8 @@ class DevicePlan:
                 self.resident.add(index)
             else:
                 self.transfers[index] = chunk_transfer(chunk, kind, phase)
+        first: dict[Any, int] = {}
+        self.alike = [first.setdefault((chunk.kind, chunk.numel), index) for index, chunk in enumerate(chunks)]
         self.host_params = HostParams(chunks, self.transfers)
         self.table = AddressTable(
             plan,
@@ -110,7 +113,7 @@ class DevicePlan:
         self.need = ring_need(config, extents, rule.phases, 0 if self.quantises else self.work.nbytes)
         self.compiled_for: Any = None
         # Weak, so that views of a slot do not outlive the ring's memory.
-        self._states: weakref.WeakKeyDictionary[Slot, dict[Any, BoundState]] = weakref.WeakKeyDictionary()
+        self._states: weakref.WeakKeyDictionary[Slot, dict[int, BoundState]] = weakref.WeakKeyDictionary()
         self._parts: weakref.WeakKeyDictionary[Slot, dict[int, tuple[Any, Parts]]] = weakref.WeakKeyDictionary()
 
     def state(
@@ -121,7 +124,7 @@ class DevicePlan:
         ring: StagingRing,
         window: Mapping[WindowBlock, LoadedBlock],
     ) -> BoundState:
-        """State of a chunk, bound for its kernel. Chunks of a kind and a size share their views.
+        """State of a chunk, bound for its kernel.
 
         Args:
             index: index of the chunk.
@@ -136,11 +139,12 @@ class DevicePlan:
         if transfer is None:
             return rule.bind(rule.phases[kind.phase].of(kind.extent.stored), kind.initial)
         slot = ring.slots[slot_index]
-        views = self._states.setdefault(slot, {})
-        key = (kind, transfer.place.numel)
-        if key not in views:
-            views[key] = rule.bind(transfer.place.carve(slot.memory), kind.initial)
-        return views[key]
+        views, first = self._states.get(slot), self.alike[index]
+        if views is None:
+            views = self._states[slot] = {}
+        if first not in views:
+            views[first] = rule.bind(transfer.place.carve(slot.memory), kind.initial)
+        return views[first]
 
     def grads_in_slot(self, index: int, slot: Slot) -> torch.Tensor:
         """Gradients of a chunk that come from host memory, in the slot they are copied to."""

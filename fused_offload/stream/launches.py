@@ -26,7 +26,7 @@ class Launches:
         self,
         plan: DevicePlan,
         inputs: StepInputs,
-        table: torch.Tensor,
+        table: Sequence[torch.Tensor],
         aligned: Sequence[bool],
         signals: Mapping[int | None, ScalerSignals],
         ring: StagingRing,
@@ -38,7 +38,7 @@ class Launches:
         Args:
             plan: the device's plan.
             inputs: the step's inputs on this device.
-            table: the address table on this device.
+            table: the address table on this device, from each chunk's first row on.
             aligned: result of `AddressTable.fill`.
             signals: a gradient scaler's signals by group, or for all groups under None.
             ring: the device's ring.
@@ -53,6 +53,7 @@ class Launches:
         self._ring = ring
         self._window = window
         self.work = work
+        self._shared_by_alike: dict[tuple[int, bool], tuple[Any, LaunchKind, ScalerSignals]] = {}
 
     def launch(self, index: int, slot_index: int = 0) -> None:
         """Enqueues the kernel of one chunk.
@@ -64,7 +65,7 @@ class Launches:
         state = self._plan.state(index, slot_index, self._inputs.rule, self._ring, self._window)
         rows = self._plan.table.chunks[index]
         phase = self._inputs.rule.phases[self._plan.kinds[index].phase]
-        phase.launch(self._table[rows.first :], rows.rows, rows.programs, state, *self._shared(index))
+        phase.launch(self._table[index], rows.rows, rows.programs, state, *self._shared(index))
 
     def on_compute_stream(
         self, in_order: Mapping[int, Callable[[], Any]]
@@ -82,11 +83,12 @@ class Launches:
         """
         chunks: list[StreamedChunk] = []
         waiting: list[Callable[[], Any]] = []
+        copies = self._plan.host_params.copies if self._plan.host_params else None
         for item in order_of_work(len(self._plan.kinds), self._plan.operations, self._parts_of):
             if not isinstance(item, int):
                 waiting.append(item)
             elif item in self._plan.transfers:
-                params, launch = self._plan.host_params.copies(item), partial(self.launch, item)
+                params, launch = copies and copies(item), partial(self.launch, item)
                 if params is not None and self._inputs.grad_factors:
                     launch = partial(self._launch_scaled, item)
                 chunks.append(StreamedChunk(self._plan.transfers[item], launch, tuple(waiting), params))
@@ -110,6 +112,10 @@ class Launches:
 
     def _shared(self, index: int) -> tuple[Any, LaunchKind, ScalerSignals]:
         """Values, kind and signals of one chunk's launch, which compilation takes too."""
+        alike = self._plan.alike[index], self._aligned[index]
+        known = self._shared_by_alike.get(alike)
+        if known is not None:
+            return known
         kind = self._plan.kinds[index]
         launch_kind = LaunchKind(
             kind.extent.layout.written_dtype,
@@ -119,7 +125,8 @@ class Launches:
             kind.max_programs,
         )
         signals = self._signals[kind.group] if kind.group in self._signals else self._signals[None]
-        return self._inputs.values[kind.group], launch_kind, signals
+        known = self._shared_by_alike[alike] = self._inputs.values[kind.group], launch_kind, signals
+        return known
 
     @property
     def compiled_for(self) -> Any:
@@ -149,5 +156,5 @@ class Launches:
         )
         if key not in known:
             state = self._plan.state(index, 0, rule, self._ring, self._window)
-            rule.phases[chunk.phase].compile(self._table, state, values, kind, signals)
+            rule.phases[chunk.phase].compile(self._table[index], state, values, kind, signals)
             known.add(key)

@@ -105,12 +105,14 @@ class PreparedStep(NamedTuple):
 
     Attributes:
         plan: the device's plan.
+        ops: queues of the device.
         launches: launches of its chunks.
         params: parameters that the step changes.
         found_inf: one-element tensor, nonzero if the step is skipped, or None.
     """
 
     plan: DevicePlan
+    ops: CudaOps
     launches: Launches
     params: list[torch.Tensor]
     found_inf: torch.Tensor | None
@@ -169,8 +171,8 @@ class Pipeline:
 
     def note_call(self) -> None:
         """Records the beginning of a step or a part, on the current stream and on the host."""
-        current = torch.cuda.current_stream(self.queues.device)
-        self._called = CudaOps(self.queues).record(current, timing=True), time.perf_counter()
+        ops = CudaOps(self.queues)
+        self._called = ops.record(ops.compute, timing=True), time.perf_counter()
 
     def prepare(self, plan: StepPlan, inputs: StepInputs) -> PreparedStep:
         """Does all of a step that can fail.
@@ -206,7 +208,7 @@ class Pipeline:
         self._steps_host_params = bool(device_plan.host_params)
         if device_plan.host_params:
             torch.cuda.synchronize(device)  # [Note: parameters in host memory]
-        return PreparedStep(device_plan, launches, inputs.updates.params, inputs.scaler.found_inf)
+        return PreparedStep(device_plan, ops, launches, inputs.updates.params, inputs.scaler.found_inf)
 
     def _work_memory(self, plan: DevicePlan, inputs: StepInputs) -> Slot | None:
         """Work memory of the step's operations, or None."""
@@ -236,7 +238,7 @@ class Pipeline:
         self._is_enqueueing = True  # and stays so if this raises
         # Kernels write to raw addresses, so autograd is told that the parameters change.
         torch.autograd.graph.increment_version(step.params)
-        plan, launch, ops = step.plan, step.launches.launch, CudaOps(self.queues)
+        plan, launch, ops = step.plan, step.launches.launch, step.ops
         ring = self.queues.ring
         work = step.launches.work
         if work is not None and work.written_back is not None:

@@ -62,7 +62,7 @@ class Window:
             self._queues.begin()
             ops = CudaOps(self._queues)
             # The measured time begins when the device reaches this point.
-            ops.wait(ops.h2d, ops.record(ops.compute))
+            ops.wait_stream(ops.h2d, ops.compute)
             began = ops.record(ops.h2d, timing=True)
             if not self.blocks:
                 self._began, self._ended = began, None
@@ -71,7 +71,7 @@ class Window:
                 memory = self._memory(block.nbytes)
                 if memory is None:
                     break
-                for stream in (self._queues.h2d, self._queues.h2d_turns):
+                for stream in self._queues.h2d.both:
                     memory.record_stream(stream)
                 loaded = load_block(block, Slot(memory), ops, self._write_backs.before_block(block))
                 self.blocks[block] = loaded
@@ -127,7 +127,7 @@ class Window:
         chunks = []
         for index, block, to_host in parts:
             loaded = self.blocks[block]
-            for stream in (ops.compute, ops.d2h, self._queues.d2h_turns):
+            for stream in (ops.compute, *self._queues.d2h.both):
                 loaded.slot.memory.record_stream(stream)  # [Note: window memory]
             chunks.append(WindowChunk(loaded, partial(launch, index), to_host))
         return chunks

@@ -18,6 +18,28 @@ TURN_BYTES = 32 * 2**20
 """Bytes after which copies of one direction continue on the other stream of that direction."""
 
 
+class CopyStreams:
+    """Two streams that take turns with the copies of one direction.
+
+    [Note: turns] A GPU runs the copies of one direction one after another, and those of one stream
+    without a break. A small copy on another stream, such as that of ``loss.item()``, would wait for
+    all of them. If two streams take turns, it waits for one piece only. A stream that takes over
+    waits for the other one first. So what is enqueued on the current stream is behind all copies of
+    the direction, and an event of it covers them.
+
+    Attributes:
+        both: the streams.
+        current: stream of the next copy.
+        resting: the other stream.
+        left: bytes until ``resting`` takes over.
+    """
+
+    def __init__(self, first: torch.cuda.Stream, second: torch.cuda.Stream) -> None:
+        """Begins with the first stream."""
+        self.both = self.current, self.resting = first, second
+        self.left = TURN_BYTES
+
+
 class DeviceQueues:
     """Copy streams and ring of one device, shared by all optimizers of the process.
 
@@ -26,10 +48,9 @@ class DeviceQueues:
     Attributes:
         device: a CUDA device.
         ring: the device's staging ring.
-        h2d: stream of copies to the device.
-        d2h: stream of copies to the host.
-        h2d_turns: stream that takes turns with ``h2d``; see [Note: turns].
-        d2h_turns: stream that takes turns with ``d2h``; see [Note: turns].
+        h2d: streams of copies to the device.
+        d2h: streams of copies to the host.
+        passing: event of `CudaOps.wait_stream`, used under `ENQUEUE_LOCK` only.
     """
 
     _of_device: ClassVar[weakref.WeakValueDictionary[torch.device, DeviceQueues]] = weakref.WeakValueDictionary()
@@ -46,10 +67,10 @@ class DeviceQueues:
         """Creates the streams."""
         self.device = device
         self.ring = StagingRing(device)
-        self.h2d = torch.cuda.Stream(device)
-        self.d2h = torch.cuda.Stream(device)
-        self.h2d_turns = torch.cuda.Stream(device)
-        self.d2h_turns = torch.cuda.Stream(device)
+        streams = [torch.cuda.Stream(device) for _ in range(4)]
+        self.h2d = CopyStreams(*streams[::2])
+        self.d2h = CopyStreams(*streams[1::2])
+        self.passing = torch.cuda.Event()
         self._is_open = False
 
     def begin(self) -> None:
@@ -82,7 +103,7 @@ class DeviceQueues:
         self.ring.grow(user)
         # The allocator may reuse memory that work on the current stream still reads.
         current = torch.cuda.current_stream(self.device)
-        self.h2d.wait_stream(current)
+        self.h2d.current.wait_stream(current)
         if self.ring.work is not None:
             self.ring.work.written_back = CudaOps(self).record(current)
 
@@ -120,53 +141,66 @@ class CudaOps:
     def __init__(self, queues: DeviceQueues) -> None:
         """Uses the caller's current stream as the compute stream."""
         self.compute = torch.cuda.current_stream(queues.device)
-        self.h2d = queues.h2d
-        self.d2h = queues.d2h
         self._queues = queues
 
-    def record(self, stream: torch.cuda.Stream, *, timing: bool = False) -> torch.cuda.Event:
-        """Records a new event."""
-        event = torch.cuda.Event(enable_timing=timing)
+    @property
+    def h2d(self) -> torch.cuda.Stream:
+        """The stream of the next copy to the device."""
+        return self._queues.h2d.current
+
+    @property
+    def d2h(self) -> torch.cuda.Stream:
+        """The stream of the next copy to the host."""
+        return self._queues.d2h.current
+
+    def record(
+        self, stream: torch.cuda.Stream, event: torch.cuda.Event | None = None, *, timing: bool = False
+    ) -> torch.cuda.Event:
+        """Records an event, by default a new one."""
+        if event is None:
+            event = torch.cuda.Event(enable_timing=timing)
         event.record(stream)
         return event
 
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         """Makes a stream wait for an event."""
-        stream.wait_event(event)
+        event.wait(stream)
+
+    def wait_stream(self, stream: torch.cuda.Stream, other: torch.cuda.Stream) -> None:
+        """Makes a stream wait for everything on another one.
+
+        The driver looks at an event when it is asked to wait for it, so one event serves all.
+        """
+        event = self._queues.passing
+        event.record(other)
+        event.wait(stream)
 
     def copy_to_device(self, slot: Slot, copies: Sequence[Copy]) -> None:
         """Enqueues copies from slabs to a slot."""
         base = slot.memory.data_ptr()
-        for host, offset, nbytes, stream in self._in_turns(copies, self.h2d, self._queues.h2d_turns):
+        for host, offset, nbytes, stream in self._in_turns(copies, self._queues.h2d):
             cuda_driver.copy_to_device_async(base + offset, host, nbytes, stream)
 
     def copy_to_host(self, slot: Slot, copies: Sequence[Copy]) -> None:
         """Enqueues copies from a slot to slabs."""
         base = slot.memory.data_ptr()
-        for host, offset, nbytes, stream in self._in_turns(copies, self.d2h, self._queues.d2h_turns):
+        for host, offset, nbytes, stream in self._in_turns(copies, self._queues.d2h):
             cuda_driver.copy_to_host_async(host, base + offset, nbytes, stream)
 
-    def _in_turns(
-        self, copies: Sequence[Copy], first: torch.cuda.Stream, second: torch.cuda.Stream
-    ) -> Iterator[tuple[int, int, int, int]]:
+    def _in_turns(self, copies: Sequence[Copy], streams: CopyStreams) -> Iterator[tuple[int, int, int, int]]:
         """Pieces of copies as host address, offset in the slot, bytes, and raw handle of the stream.
 
-        [Note: turns] A GPU runs the copies of one direction one after another, and those of one
-        stream without a break. A small copy on another stream, such as that of ``loss.item()``,
-        would wait for all of them. If two streams take turns, it waits for one piece only. Each
-        piece waits for the previous one, and the first stream waits for the last piece. So events
-        of the first stream cover all copies.
+        See [Note: turns].
         """
-        stream, other, left = first, second, TURN_BYTES
-        for host_address, slot_offset, nbytes in copies:
-            done = 0
-            while done < nbytes:
-                if not left:
-                    self.wait(other, self.record(stream))
-                    stream, other, left = other, stream, TURN_BYTES
-                piece = min(left, nbytes - done)
-                yield host_address + done, slot_offset + done, piece, stream.cuda_stream
-                done += piece
-                left -= piece
-        if stream is second:
-            self.wait(first, self.record(second))
+        left, stream = streams.left, streams.current.cuda_stream
+        for host, offset, nbytes in copies:
+            while nbytes > left:
+                if left == TURN_BYTES:
+                    yield host, offset, left, stream
+                    host, offset, nbytes = host + left, offset + left, nbytes - left
+                self.wait_stream(streams.resting, streams.current)
+                streams.current, streams.resting = streams.resting, streams.current
+                left, stream = TURN_BYTES, streams.current.cuda_stream
+            yield host, offset, nbytes, stream
+            left -= nbytes
+        streams.left = left

@@ -23,19 +23,31 @@ class StreamOps(Protocol):
 
     Attributes:
         compute: the caller's current stream.
-        h2d: stream of copies from slabs to slots.
-        d2h: stream of copies from slots to slabs.
     """
 
     compute: Any
-    h2d: Any
-    d2h: Any
 
-    def record(self, stream: Any) -> Event:
-        """A new event that completes with everything enqueued on ``stream`` so far."""
+    @property
+    def h2d(self) -> Any:
+        """Stream of the next copy from a slab to a slot, behind all earlier ones."""
+
+    @property
+    def d2h(self) -> Any:
+        """Stream of the next copy from a slot to a slab, behind all earlier ones."""
+
+    def record(self, stream: Any, event: Event | None = None) -> Event:
+        """An event that completes with everything enqueued on ``stream`` so far.
+
+        Args:
+            stream: the stream.
+            event: an event to use again; waits that were enqueued for it stay as they are.
+        """
 
     def wait(self, stream: Any, event: Event) -> None:
         """Makes work that is enqueued on ``stream`` from now on wait for ``event``."""
+
+    def wait_stream(self, stream: Any, other: Any) -> None:
+        """`wait` for everything enqueued on ``other`` so far."""
 
     def copy_to_device(self, slot: Slot, copies: Sequence[Copy]) -> None:
         """Enqueues copies on ``h2d``."""
@@ -111,7 +123,7 @@ def load_block(block: WindowBlock, slot: Slot, ops: StreamOps, written: Event | 
         ops: queues of the device.
         written: event of the block's last write-back, or None.
     """
-    ops.wait(ops.h2d, ops.record(ops.compute))  # [Note: window memory]
+    ops.wait_stream(ops.h2d, ops.compute)  # [Note: window memory]
     if written is not None:
         ops.wait(ops.h2d, written)  # [Note: next step reads what this one wrote]
     copies = block_transfer(block)
@@ -139,11 +151,8 @@ def write_back_window(
         written: called with a chunk's block and the event of its write-back, right after each
             write-back is enqueued.
     """
-    computed = None
+    ops.wait_stream(ops.d2h, ops.compute)
     for chunk in chunks:
-        if computed is None:
-            computed = ops.record(ops.compute)
-            ops.wait(ops.d2h, computed)
         ops.copy_to_host(chunk.loaded.slot, chunk.to_host)
         written(chunk.loaded.block, ops.record(ops.d2h))
 
@@ -166,35 +175,34 @@ def stream_chunks(
         previous: last write-back of the state that the chunks read, or None.
         window: chunks in the window.
     """
-    written_back = params_written = None
+    params_written = None
     if chunks and previous is not None:
         ops.wait(ops.h2d, previous)  # [Note: next step reads what this one wrote]
-    for index, chunk in enumerate(chunks):
-        slot = slots[index % len(slots)]
+    for index, (transfer, launch, before, params) in enumerate(chunks):
+        turn = index % len(slots)
+        slot = slots[turn]
         if slot.written_back is not None:
             ops.wait(ops.h2d, slot.written_back)  # [Note: slot reuse]
-        ops.copy_to_device(slot, chunk.transfer.to_device)
-        if chunk.params is not None:
-            ops.copy_to_device(slot, chunk.params.to_device)
-        loaded = ops.record(ops.h2d)
+        ops.copy_to_device(slot, transfer.to_device)
+        if params is not None:
+            ops.copy_to_device(slot, params.to_device)
 
-        for enqueue in chunk.before:
+        for enqueue in before:
             enqueue()
-        ops.wait(ops.compute, loaded)
-        chunk.launch(index % len(slots))
-        computed = ops.record(ops.compute)
+        ops.wait_stream(ops.compute, ops.h2d)
+        launch(turn)
 
-        ops.wait(ops.d2h, computed)
-        if chunk.params is not None:
-            ops.copy_to_host(slot, chunk.params.to_host)
+        ops.wait_stream(ops.d2h, ops.compute)
+        if params is not None:
+            ops.copy_to_host(slot, params.to_host)
             params_written = ops.record(ops.d2h)
-        ops.copy_to_host(slot, chunk.transfer.to_host)
-        written_back = slot.written_back = ops.record(ops.d2h)
+        ops.copy_to_host(slot, transfer.to_host)
+        slot.written_back = ops.record(ops.d2h, slot.written_back)
         if window:
             launch_window(window[index * len(window) // len(chunks) : (index + 1) * len(window) // len(chunks)], ops)
     if not chunks:
         launch_window(window, ops)
-    return WrittenBack(written_back, params_written)
+    return WrittenBack(ops.record(ops.d2h) if chunks else None, params_written)
 
 
 def launch_in_host_memory(launches: Sequence[Callable[[], None]], ops: StreamOps, previous: Event | None) -> Event:
@@ -212,5 +220,5 @@ def launch_in_host_memory(launches: Sequence[Callable[[], None]], ops: StreamOps
         ops.wait(ops.compute, previous)  # [Note: next step reads what this one wrote]
     for launch in launches:
         launch()
-    ops.wait(ops.d2h, ops.record(ops.compute))
+    ops.wait_stream(ops.d2h, ops.compute)
     return ops.record(ops.d2h)

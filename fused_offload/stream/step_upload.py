@@ -34,9 +34,9 @@ class UploadBuffer:
         # Pieces, each with the event behind its copy; the oldest first.
         self._pieces: deque[tuple[torch.Tensor, Any]] = deque()
         self._memory = torch.empty(0, dtype=torch.int64, device="cpu")
-        self._table: AddressTable | None = None  # keeps the id below from being reused
-        self._holds: tuple[int, Hashable] = (0, -1)
-        self._rows = torch.empty(0, dtype=torch.int64, device="cpu")
+        # The latest table, and its rows on the device from each chunk's first on.
+        self._rows: tuple[AddressTable | None, list[torch.Tensor]] = (None, [])
+        self._holds: Hashable = None  # version of that table, if the device has it
 
     def send(
         self,
@@ -44,7 +44,7 @@ class UploadBuffer:
         skip_rows: Mapping[int, Sequence[tuple[float, ...]]],
         stream: int,
         record: Callable[[], Any],
-    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    ) -> tuple[list[torch.Tensor], dict[int, torch.Tensor]]:
         """Enqueues the copy on the current stream, behind everything that reads the previous one.
 
         Args:
@@ -54,28 +54,33 @@ class UploadBuffer:
             record: records an event on it.
 
         Returns:
-            The rows on the device, ``[rows, 6]`` int64, and each group's skip rows, ``[., width]``
-            float32.
+            The rows on the device from each chunk's first on, ``[., 6]`` int64, and each group's
+            skip rows, ``[., width]`` float32.
         """
-        if not skip_rows and self._holds == (id(table), table.version):
-            return self._rows, {}
-        values = [row for rows in skip_rows.values() for row in rows]
+        made_for, rows = self._rows
+        if not skip_rows and made_for is table and self._holds == table.version:
+            return rows, {}
+        values = [row for taken in skip_rows.values() for row in taken]
         values_bytes = len(values) * len(values[0]) * 4 if values else 0
         nbytes = table.nbytes + values_bytes
-        self._holds = (0, -1)  # until the copy is enqueued
+        self._holds = None  # until the copy is enqueued
         if nbytes > self._memory.nbytes:
             torch.cuda.synchronize(self._device)  # kernels of any stream may still read the table
             size = max(_with_room(nbytes), _LEAST_BYTES)
+            self._rows = made_for, rows = None, []
             self._memory = torch.empty(size // 8, dtype=torch.int64, device=self._device)
+        if made_for is not table:
+            whole = self._memory[: table.rows.size].view(table.rows.shape)
+            rows = [whole[chunk.first :] for chunk in table.chunks]
+            self._rows = table, rows
         host = self._piece(nbytes)
         table.write_to(host)
         if values:
             host[table.nbytes : nbytes].numpy().view(np.float32)[:] = np.ravel(values)
         cuda_driver.copy_to_device_async(self._memory.data_ptr(), host.data_ptr(), nbytes, stream)
         self._pieces.append((host, record()))
-        self._table, self._holds = table, (id(table), table.version)
-        self._rows = self._memory[: table.rows.size].view(table.rows.shape)
-        return self._rows, self._split(skip_rows, table.nbytes) if values else {}
+        self._holds = table.version
+        return rows, self._split(skip_rows, table.nbytes) if values else {}
 
     def _split(self, skip_rows: Mapping[int, Sequence[Any]], offset: int) -> dict[int, torch.Tensor]:
         rows, first = {}, offset // 4

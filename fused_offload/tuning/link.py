@@ -117,12 +117,16 @@ def _speed_of_copies(devices: Sequence[torch.device], most_bytes: int) -> Iterat
                     for queues, host, memory in pairs:
                         gpu, other = memory.data_ptr(), most_bytes + begin
                         if down:
-                            cuda_driver.copy_to_device_async(gpu + begin, host + begin, nbytes, queues.h2d.cuda_stream)
+                            cuda_driver.copy_to_device_async(
+                                gpu + begin, host + begin, nbytes, queues.h2d.current.cuda_stream
+                            )
                         if up:
-                            cuda_driver.copy_to_host_async(host + other, gpu + other, nbytes, queues.d2h.cuda_stream)
+                            cuda_driver.copy_to_host_async(
+                                host + other, gpu + other, nbytes, queues.d2h.current.cuda_stream
+                            )
                 for queues, _, _ in pairs:
-                    queues.h2d.synchronize()
-                    queues.d2h.synchronize()
+                    queues.h2d.current.synchronize()
+                    queues.d2h.current.synchronize()
 
             return _LINK_BYTES // nbytes * nbytes / _wall_ms(copy) / 1e6
 
