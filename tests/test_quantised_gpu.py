@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import no_host_sync
+from quantised_te import RECIPES, differing, is_stale, parts_of, recipe_of, transposes_are_right
 from torch import nn
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
@@ -18,18 +19,8 @@ pytestmark = pytest.mark.gpu
 
 MIB = 2**20
 STEPS = 20
-RECIPES = {"delayed": "DelayedScaling", "current": "Float8CurrentScaling", "blockwise": "Float8BlockScaling"}
 SHAPES = ((256, 512), (128, 128), (1024, 2048), (384, 256), (64, 1024))
 HYPER = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.95)}
-TENSORS = (
-    "_data",
-    "_scale_inv",
-    "_transpose",
-    "_rowwise_data",
-    "_rowwise_scale_inv",
-    "_columnwise_data",
-    "_columnwise_scale_inv",
-)
 WAYS: dict[str, OffloadConfig] = {
     "streamed": OffloadConfig(chunk_bytes=MIB, depth=2),
     "uneven chunks": OffloadConfig(chunk_bytes=12 * 128 * 77, depth=3),
@@ -56,11 +47,9 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def make_params(te: Any, recipe: str) -> list[Any]:
     """Weights of one recipe and plain biases beside them, the same at every call."""
-    from transformer_engine.common import recipe as recipes
-
     torch.manual_seed(1)
     params: list[Any] = []
-    with te.quantized_model_init(enabled=True, recipe=getattr(recipes, RECIPES[recipe])()):
+    with te.quantized_model_init(enabled=True, recipe=recipe_of(recipe)):
         for rows, columns in SHAPES:
             linear = te.Linear(columns, rows, bias=True, params_dtype=torch.bfloat16, device="cuda")
             params += [linear.weight, linear.bias]
@@ -86,57 +75,12 @@ def grads_of(step: int, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(shape, device="cuda", generator=generator).to(dtype) for shape in shapes]
 
 
-def parts_of(params: list[Any]) -> dict[str, torch.Tensor]:
-    """Every tensor that the parameters are made of, and what their quantizers note."""
-    found = {}
-    for index, param in enumerate(params):
-        if type(param) is nn.Parameter:
-            found[f"parameter {index}"] = param.detach().clone()
-            continue
-        for name in TENSORS:
-            if isinstance(getattr(param, name, None), torch.Tensor):
-                found[f"{name} of {index}"] = _without_padding(name, param).detach().clone()
-        for name in ("scale", "amax"):
-            if isinstance(getattr(param._quantizer, name, None), torch.Tensor):
-                found[f"{name} of {index}"] = getattr(param._quantizer, name).detach().clone()
-    return found
-
-
-def _without_padding(name: str, param: Any) -> torch.Tensor:
-    """A tensor of a parameter; of a tile's scales those of tiles, as nobody writes what pads them."""
-    tensor: torch.Tensor = getattr(param, name)
-    if not name.endswith("wise_scale_inv"):
-        return tensor
-    rows, columns = (-(-size // 128) for size in param.shape)
-    return tensor[:rows, :columns] if name.startswith("_row") else tensor[:columns, :rows]
-
-
 def state_of(optimizer: Any, params: list[Any]) -> dict[str, torch.Tensor]:
     return {
         f"{key} of {index}": optimizer.state[param][key].detach().cpu().float().clone()
         for index, param in enumerate(params)
         for key in ("exp_avg", "exp_avg_sq", "master_param")
     }
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-
-
-def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> dict[str, Any]:
-    """Number of differing bytes of each tensor that differs."""
-    assert one.keys() == other.keys(), one.keys() ^ other.keys()
-    counts = {key: int((bytes_of(one[key]) != bytes_of(other[key])).sum()) for key in one}
-    return {key: count for key, count in counts.items() if count}
-
-
-def transposes_are_right(params: list[Any]) -> bool:
-    """Whether each copy in the other order that is marked valid belongs to the rowwise one."""
-    return all(
-        torch.equal(param._transpose, param._data.reshape(-1, param._data.shape[-1]).t().contiguous())
-        for param in params
-        if getattr(param, "_transpose", None) is not None and not param._transpose_invalid
-    )
 
 
 THEIRS: dict[tuple[str, torch.dtype], tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = {}
@@ -152,19 +96,14 @@ def steps_of_te(te: Any, recipe: str, dtype: torch.dtype) -> tuple[dict[str, tor
             for param, grad in zip(params, grads_of(step, dtype), strict=True):
                 param.decoupled_grad = grad
             optimizer.step()
-        parts = {key: value for key, value in parts_of(params).items() if not _is_stale(recipe, key)}
+        parts = {key: value for key, value in parts_of(params).items() if not is_stale(recipe, key)}
         THEIRS[recipe, dtype] = parts, state_of(optimizer, params)
     return THEIRS[recipe, dtype]
 
 
-def _is_stale(recipe: str, name: str) -> bool:
-    """The fused kernel of delayed scaling leaves the other order as it was, marked valid."""
-    return recipe == "delayed" and name.startswith("_transpose")
-
-
 def compare(te: Any, recipe: str, dtype: torch.dtype, params: list[Any], optimizer: FusedOffloadAdam) -> None:
     parts, state = steps_of_te(te, recipe, dtype)
-    ours = {key: value for key, value in parts_of(params).items() if not _is_stale(recipe, key)}
+    ours = {key: value for key, value in parts_of(params).items() if not is_stale(recipe, key)}
     assert transposes_are_right(params)
     assert differing(parts, ours) == {}
     assert differing(state, state_of(optimizer, params)) == {}
@@ -297,9 +236,8 @@ def test_a_skip_is_known_before_anything_is_quantised(te: Any, recipe: str) -> N
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_goes_on_behind_a_step(te: Any, recipe: str) -> None:
     """Passes of the model itself: gradients of the input are those of the new weights."""
-    from transformer_engine.common import recipe as recipes
 
-    chosen = getattr(recipes, RECIPES[recipe])()
+    chosen = recipe_of(recipe)
     torch.manual_seed(1)
     with te.quantized_model_init(enabled=True, recipe=chosen):
         layer = te.Linear(512, 256, bias=False, params_dtype=torch.bfloat16, device="cuda")
@@ -336,7 +274,7 @@ def test_checkpoints_of_either_optimizer_load_into_the_other(te: Any, recipe: st
 
     params, optimizer = build(ours=False)
     steps(optimizer, params, range(4))
-    wanted = {key: value for key, value in parts_of(params).items() if not _is_stale(recipe, key)}
+    wanted = {key: value for key, value in parts_of(params).items() if not is_stale(recipe, key)}
     for first_is_ours in (True, False):
         params, optimizer = build(first_is_ours)
         steps(optimizer, params, range(2))
@@ -348,5 +286,5 @@ def test_checkpoints_of_either_optimizer_load_into_the_other(te: Any, recipe: st
             if hasattr(source._quantizer, "amax") and isinstance(source._quantizer.amax, torch.Tensor):
                 target._quantizer.amax.copy_(source._quantizer.amax)
         steps(other, others, range(2, 4))
-        found = {key: value for key, value in parts_of(others).items() if not _is_stale(recipe, key)}
+        found = {key: value for key, value in parts_of(others).items() if not is_stale(recipe, key)}
         assert differing(wanted, found) == {}
