@@ -236,7 +236,6 @@ def test_a_skip_is_known_before_anything_is_quantised(te: Any, recipe: str) -> N
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_goes_on_behind_a_step(te: Any, recipe: str) -> None:
     """Passes of the model itself: gradients of the input are those of the new weights."""
-
     chosen = recipe_of(recipe)
     torch.manual_seed(1)
     with te.quantized_model_init(enabled=True, recipe=chosen):
