@@ -24,6 +24,7 @@ class Updates(NamedTuple):
             a dense copy.
         grads: their gradients, in the parameters' memory order.
         groups: index of each parameter's group.
+        present_groups: the same, each group once.
         positions: place of each parameter in `ParamTracker.params`.
         grad_dtypes: dtype of each gradient.
         param_addresses: ``[len(params)]`` int64, bytes.
@@ -39,6 +40,7 @@ class Updates(NamedTuple):
     params: list[torch.Tensor]
     grads: list[torch.Tensor]
     groups: list[int]
+    present_groups: list[int]
     positions: list[int]
     grad_dtypes: list[torch.dtype]
     param_addresses: np.ndarray
@@ -239,11 +241,13 @@ class ParamTracker:
         if without_gaps:
             params = [without_gaps.get(index, param) for index, param in zip(positions, params, strict=True)]
         dtypes = [grad.dtype for grad in grads]
+        groups = [self.groups[index] for index in positions]
         self._version += 1
         updates = Updates(
             params=params,
             grads=grads,
-            groups=[self.groups[index] for index in positions],
+            groups=groups,
+            present_groups=list(dict.fromkeys(groups)),
             positions=positions,
             grad_dtypes=dtypes,
             param_addresses=addresses_of(params) if without_gaps else self._addresses[there],

@@ -273,8 +273,3 @@ def _number(value: Any, what: str, wanted: str = "a number") -> float:
 def readable_lr(lr: float | torch.Tensor) -> float | torch.Tensor:
     """A learning rate as a kernel takes it: tensors on the CPU become numbers."""
     return lr.item() if isinstance(lr, torch.Tensor) and lr.device.type == "cpu" else lr
-
-
-def lr_on(lr: float | torch.Tensor, device: torch.device) -> float | torch.Tensor:
-    """A learning rate whose tensor, if it is one, is on ``device``; nothing waits."""
-    return lr.to(device, non_blocking=True) if isinstance(lr, torch.Tensor) else lr

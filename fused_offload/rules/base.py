@@ -10,8 +10,6 @@ import torch
 
 from fused_offload.kernels.formats import Format, Stored
 
-from .arguments import lr_on
-
 MASTER_PARAM = "master_param"
 """State key of the master weights, which the engine keeps for every rule."""
 
@@ -231,8 +229,9 @@ class UpdateRule(Protocol):
         return [(0.0,)] * (pending + 1)
 
     def values_on(self, values: Any, device: torch.device) -> Any:
-        """The same values with their tensors on ``device``."""
-        return values._replace(lr=lr_on(values.lr, device))
+        """The same values with their tensors on ``device``; waits for nothing."""
+        lr = values.lr
+        return values._replace(lr=lr.to(device, non_blocking=True)) if isinstance(lr, torch.Tensor) else values
 
     @abstractmethod
     def compiled_values(self, values: Any) -> tuple[Any, ...]:

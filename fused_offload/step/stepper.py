@@ -219,7 +219,7 @@ class Stepper:
         if self._fill_masters(plan):  # which a prefetch may have read before
             self.devices.cancel_prefetch()
             plan = self._plan(updates, entries, rule, part)
-        inputs = self._inputs(param_groups, updates, scaler, rule)._replace(grad_factors=grad_factors)
+        inputs = self._inputs(param_groups, updates, scaler, rule, grad_factors)
         try:
             with ENQUEUE_LOCK:
                 prepared = self.devices.prepare(plan, inputs)
@@ -262,17 +262,22 @@ class Stepper:
         return bool(waiting)
 
     def _inputs(
-        self, param_groups: Sequence[dict[str, Any]], updates: Updates, scaler: ScalerInputs, rule: UpdateRule
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        updates: Updates,
+        scaler: ScalerInputs,
+        rule: UpdateRule,
+        grad_factors: tuple[torch.Tensor, ...],
     ) -> StepInputs:
         """Inputs of the step that follows those counted so far."""
-        groups = {index: param_groups[index] for index in dict.fromkeys(updates.groups)}
+        groups = {index: param_groups[index] for index in updates.present_groups}
         steps = {index: _next_step(group) for index, group in groups.items()}
         values = {index: rule.step_values(group, steps[index]) for index, group in groups.items()}
         rows = {}
         if scaler.found_inf is not None:
             pending = self.devices.pending_skips()
             rows = {index: rule.skip_rows(group, steps[index], pending) for index, group in groups.items()}
-        return StepInputs(rule, updates, values, rows, scaler)
+        return StepInputs(rule, updates, values, rows, scaler, grad_factors)
 
     def _note_first_steps(self, plan: StepPlan, scaler: ScalerInputs) -> None:
         """Marks initial state as written, and as unconfirmed where the device may skip the step."""

@@ -143,6 +143,9 @@ class Window:
         Returns:
             The span of the copies; empty if there are none.
         """
+        if not chunks:
+            self.blocks.clear()  # none of their parameters had a gradient
+            return ()
         pending = Counter([chunk.loaded.block for chunk in chunks])
         for block in self.blocks.keys() - pending.keys():
             del self.blocks[block]  # none of its parameters had a gradient
@@ -153,8 +156,6 @@ class Window:
             if not pending[block]:
                 del self.blocks[block]
 
-        if not chunks:
-            return ()
         nbytes = sum(bytes_of(chunk.to_host) for chunk in chunks)
         began = computed, ops.record(ops.d2h, timing=True)
         chunks.reverse()
