@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import importlib.util
 import os
@@ -54,6 +55,20 @@ def pytest_report_header() -> str:
     installed = {dist.metadata["Name"].lower(): dist.version for dist in importlib.metadata.distributions()}
     versions = [f"{name} {installed.get(name, 'not installed')}" for name in _PACKAGES]
     return f"versions: Python {platform.python_version()}, {', '.join(versions)}"
+
+
+def pytest_collection_finish() -> None:
+    """Hides tests and modules, which stay until the end, from the garbage collector.
+
+    Tests collect garbage thousands of times, and each time would look at a million objects.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Lets Triton's module go, which complains at exit of what nobody has freed."""
+    gc.unfreeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

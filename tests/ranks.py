@@ -100,6 +100,7 @@ def main(scenarios: Mapping[str, Callable[[], None]], names: Sequence[str], *, b
     try:
         torch.set_num_threads(1)
         dist.init_process_group(backend, timeout=datetime.timedelta(seconds=limit_s))
+        gc.freeze()  # modules, which the collections below and those of checkpoints would look at
         for name in names:
             scenarios[name]()
             gc.collect()
