@@ -22,7 +22,12 @@ from fused_offload import FusedOffloadAdam, OffloadConfig
 
 pipeline_on_the_cpu, on_host = cpu_pipeline.pipeline_on_the_cpu, cpu_pipeline.on_host
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the simulated device is for machines without a GPU")
+specified_kernels = cpu_pipeline.specified_kernels
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="the simulated device is for machines without a GPU"),
+    pytest.mark.usefixtures("specified_kernels"),
+]
 
 SIZES = (130, 3)
 LIMIT = 0.5

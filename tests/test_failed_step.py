@@ -22,7 +22,7 @@ from fused_offload.kernels.adam import launch as adam
 from fused_offload.memory import cuda_driver
 from fused_offload.stream import step_upload
 
-pipeline_on_the_cpu = cpu_pipeline.pipeline_on_the_cpu
+pipeline_on_the_cpu, specified_kernels = cpu_pipeline.pipeline_on_the_cpu, cpu_pipeline.specified_kernels
 
 
 class LaunchError(Exception):
@@ -91,6 +91,7 @@ def fail_to_launch(*_: Any) -> None:
     raise LaunchError
 
 
+@pytest.mark.usefixtures("specified_kernels")
 @pytest.mark.parametrize("fails", ["empty", "PinnedSlab"])
 def test_a_table_that_found_no_memory_is_found_some_later(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was there before is used as long as it was, and not beyond its end."""

@@ -23,6 +23,7 @@ from fused_offload.memory import host_limits
 from fused_offload.memory.staging_ring import StagingRing
 
 pipeline_on_the_cpu, on_host = cpu_pipeline.pipeline_on_the_cpu, cpu_pipeline.on_host
+specified_kernels = cpu_pipeline.specified_kernels
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the simulated device is for machines without a GPU")
 
@@ -108,6 +109,7 @@ def test_every_format(
         assert_same(outcome(on_host, on_host=True, **options), expected)
 
 
+@pytest.mark.usefixtures("specified_kernels")
 @pytest.mark.parametrize("grad_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, math.inf])
 def test_gradients_of_every_dtype(on_host: list[torch.Tensor], grad_dtype: torch.dtype, norm_type: float) -> None:
