@@ -27,7 +27,8 @@ if importlib.util.find_spec("triton"):
     from cpu_pipeline import on_host  # noqa: F401
 
 MOMENT_DTYPES = [*DTYPES, torch.uint8]
-EXAMPLES = 250  # times the four kinds of masters
+EXAMPLES = 50  # times the four kinds of masters
+MANY_EXAMPLES = 250
 
 numels = st.one_of(
     st.sampled_from([0, 1, 2, 127, 128, 129, 255, 256, 257, 1023, 1024, 1025]),
@@ -282,16 +283,22 @@ def check_trainings(number: int, master: str, examples: int, events: Any, begin:
 MASTERS = ["none", "fp32", "fp16", "remainder"]
 
 
+def in_two_forms(examples: int) -> pytest.MarkDecorator:
+    many = pytest.param(MANY_EXAMPLES, marks=pytest.mark.large)
+    return pytest.mark.parametrize("examples", [examples, many], ids=["small", "large"])
+
+
+@in_two_forms(EXAMPLES)
 @pytest.mark.parametrize(("number", "master"), [*enumerate(MASTERS)])
-def test_random_trainings(device: str, number: int, master: str) -> None:
+def test_random_trainings(device: str, number: int, master: str, examples: int) -> None:
     def begin(seed: int, *arguments: Any) -> Training:
         return Training(seed, device, *arguments)
 
-    check_trainings(number, master, EXAMPLES, EVENTS, begin)
+    check_trainings(number, master, examples, EVENTS, begin)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the simulated device is for machines without a GPU")
-@pytest.mark.parametrize("examples", [20, pytest.param(EXAMPLES, marks=pytest.mark.large)], ids=["small", "large"])
+@in_two_forms(20)
 @pytest.mark.parametrize(("number", "master"), [*enumerate(MASTERS)])
 def test_parameters_in_host_memory(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, number: int, master: str, examples: int
