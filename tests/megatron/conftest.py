@@ -30,8 +30,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Outcomes of all scenarios. The first worker to ask runs them, the others wait for it."""
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Outcomes of all scenarios, of large ones only for tests marked so. The first worker to ask runs
+    them, the others wait for it.
+    """
     if launch.OUTCOMES in os.environ:
         return launch.collect(Path(os.environ[launch.OUTCOMES]))
     shared = tmp_path_factory.getbasetemp()
@@ -42,5 +44,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not directory.exists():
             directory.mkdir()
-            launch.run(directory)
+            large = any(
+                item.get_closest_marker("large") and _HERE in item.path.parents for item in request.session.items
+            )
+            launch.run(directory, large=large)
     return launch.collect(directory)

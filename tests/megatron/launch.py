@@ -1,7 +1,7 @@
 """Runs all scenarios in two processes and collects their outcomes.
 
-``python launch.py DIRECTORY [REGULAR EXPRESSION]`` runs those with such names and shows what they
-take and raise. Where the variable `OUTCOMES` names that directory, tests look at what is in it and
+``python launch.py DIRECTORY [REGULAR EXPRESSION]`` runs those with such names, large ones too, and
+shows what they take and raise. Where the variable `OUTCOMES` names that directory, tests look at what is in it and
 run nothing.
 """
 
@@ -26,8 +26,8 @@ _LIMIT_S = 600
 OUTCOMES = "MEGATRON_OUTCOMES"
 
 
-def run(directory: Path, selected: str = "", limit_s: float = _LIMIT_S) -> None:
-    """Leaves the scenarios' outcomes in an empty directory."""
+def run(directory: Path, selected: str = "", *, large: bool) -> None:
+    """Leaves the scenarios' outcomes in an empty directory; of the large ones on request."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
@@ -35,13 +35,14 @@ def run(directory: Path, selected: str = "", limit_s: float = _LIMIT_S) -> None:
         "GLOO_SOCKET_IFNAME": "lo",
         "PYTHONUNBUFFERED": "1",
     }
+    form = "large" if large else "small"
     logs = [directory / f"{process}.log" for process in range(2)]
     processes = []
     for process, log in enumerate(logs):
         with log.open("wb") as output:
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, str(_HERE / "worker.py"), str(directory), str(process), selected],
+                    [sys.executable, str(_HERE / "worker.py"), str(directory), str(process), form, selected],
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
@@ -49,7 +50,7 @@ def run(directory: Path, selected: str = "", limit_s: float = _LIMIT_S) -> None:
                     start_new_session=True,  # so that it ends with whatever it started
                 )
             )
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + _LIMIT_S
     ends = [_end_of(process, deadline) for process in processes]
     for log, end in zip(logs, ends, strict=True):
         with log.open("a") as output:
@@ -82,7 +83,7 @@ def _end_of(process: subprocess.Popen[bytes], deadline: float) -> str:
 def main() -> None:
     directory = Path(sys.argv[1])
     directory.mkdir(parents=True)
-    run(directory, " ".join(sys.argv[2:]))
+    run(directory, " ".join(sys.argv[2:]), large=True)
     results = collect(directory)
     for outcome in results.slowest():
         print(f"{outcome.seconds:6.2f} s  {outcome.name} ({outcome.phase.value}, process {outcome.process})")

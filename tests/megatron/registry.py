@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import enum
 import re
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))  # scenarios import pairs.py from there
 
 
 class Phase(enum.Enum):
@@ -53,22 +56,29 @@ class Scenario(NamedTuple):
     name: str
     phase: Phase
     function: Callable[[Context], Any]
+    large: bool
 
 
 _scenarios: list[Scenario] = []
 
 
-def scenario(name: str, function: Callable[[Context], Any], phases: tuple[Phase, ...] = BOTH_WORLDS) -> None:
-    """Adds a scenario. Its function returns anything that ``torch.save`` takes."""
+def scenario(
+    name: str, function: Callable[[Context], Any], phases: tuple[Phase, ...] = BOTH_WORLDS, *, large: bool = False
+) -> None:
+    """Adds a scenario. Its function returns anything that ``torch.save`` takes.
+
+    A large one belongs to tests marked ``large`` and is left out unless one of them runs.
+    """
     for phase in phases:
         if any((other.name, other.phase) == (name, phase) for other in _scenarios):
             raise ValueError(f"there are two scenarios {name!r} in phase {phase.value!r}")
-        _scenarios.append(Scenario(name, phase, function))
+        _scenarios.append(Scenario(name, phase, function, large))
 
 
-def scenarios_of(phase: Phase, process: int, selected: str = "") -> list[tuple[int, Scenario]]:
+def scenarios_of(phase: Phase, process: int, selected: str, *, large: bool) -> list[tuple[int, Scenario]]:
     """Numbered scenarios that a process runs in a phase."""
-    numbered = [(i, s) for i, s in enumerate(_scenarios) if s.phase is phase and re.search(selected, s.name)]
+    chosen = [s.phase is phase and (large or not s.large) and re.search(selected, s.name) for s in _scenarios]
+    numbered = [(i, s) for i, s in enumerate(_scenarios) if chosen[i]]
     return numbered[process::2] if phase.alone else numbered
 
 

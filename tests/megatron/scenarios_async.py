@@ -14,6 +14,7 @@ import pytest
 import torch
 from checkpoints import load, load_state_dict, sharded_state_dict, start_saving
 from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, replaced
+from pairs import covering
 from reference_optimizer import StoredFormats
 from registry import Context, NotInReleaseError, Phase, scenario
 from scenarios_checkpoint import EIGHT_BITS, place
@@ -74,6 +75,7 @@ WRITINGS = [
     # that fill their storage, and a persistent process would get the live ones.
     if (worker, stored_formats) != ("persistent", MEGATRONS_MASTERS)
 ]
+COVERING = [case for library in LIBRARIES for case in covering([case for case in WRITINGS if case.library == library])]
 
 
 def write_when_told(told: Path, write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -160,7 +162,12 @@ def _written(context: Context, case: Writing) -> dict[str, Any]:
 
 
 for _case in WRITINGS:
-    scenario(_case.name, lambda context, case=_case: _written(context, case), (Phase.TWO_RANKS,))
+    scenario(
+        _case.name,
+        lambda context, case=_case: _written(context, case),
+        (Phase.TWO_RANKS,),
+        large=_case not in COVERING,
+    )
 
 
 # -- what would be written without the spare element ------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from checkpoints import FORMATS, GATHERED, handed_to_writer, load, save, start_saving
 from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, te_branches
+from pairs import covering
 from reference_optimizer import StoredFormats
 from registry import BOTH_WORLDS, Context, Phase, scenario
 from scenarios_training import LAYOUTS, SMALL_CHUNK, STORED_FORMATS
@@ -76,6 +77,7 @@ RESUMES = [
     Resume("dp_reshardable", "all overlapped", "remainders", 0, "ours", True),
     Resume("dp_reshardable", "all overlapped", "fp32", 0, "ours as FusedAdam", True),
 ]
+COVERING = covering(RESUMES)
 
 
 def resume(job: Job, other: Job, directory: Path, case: Resume) -> dict[str, Any]:
@@ -109,7 +111,7 @@ def _resume(context: Context, case: Resume) -> dict[str, Any]:
 
 
 for _case in RESUMES:
-    scenario(_case.name, lambda context, case=_case: _resume(context, case), _case.phases)
+    scenario(_case.name, lambda context, case=_case: _resume(context, case), _case.phases, large=_case not in COVERING)
 
 
 # -- what is frozen -------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from checkpoints import FORMATS, load, save
 from job import SEVERAL_BUCKETS, Job, JobSpec, Layout, te_branches
+from pairs import covering
 from registry import Context, NotInReleaseError, Phase, scenario
 from scenarios_checkpoint import BEFORE, place
 from scenarios_training import STORED_FORMATS
@@ -56,6 +57,7 @@ TRANSFERS = [
         ("ours", "remainders, bf16 moments", "ours", "fp32"),
     )
 ]
+COVERING = covering(TRANSFERS)
 REMAINDER_FORMATS = ("fp32", "remainders")
 FROM_REMAINDERS = [
     Transfer(kind, "FusedAdam", "remainders", "ours", stored_formats)
@@ -96,7 +98,12 @@ def _transfer(context: Context, case: Transfer) -> dict[str, Any]:
 
 
 for _case in (*TRANSFERS, *FROM_REMAINDERS):
-    scenario(_case.name, lambda context, case=_case: _transfer(context, case), _TWO)
+    scenario(
+        _case.name,
+        lambda context, case=_case: _transfer(context, case),
+        _TWO,
+        large=_case in TRANSFERS and _case not in COVERING,
+    )
 
 
 # -- what the files hold ---------------------------------------------------------------------------

@@ -11,11 +11,16 @@ from typing import Any
 import torch
 from checkpoints import load, save
 from job import te_branches
-from registry import BOTH_WORLDS, Context, scenario
+from registry import BOTH_WORLDS, Context, Phase, scenario
 from scenarios_checkpoint import place
-from small import WRAPPINGS, SmallJob, Wrapping
+from small import COVERING, WRAPPINGS, SmallJob, Wrapping
 
 BEFORE, AFTER = 2, 2
+
+
+def is_large(wrapping: Wrapping, phase: Phase) -> bool:
+    """The small form is those that cover all pairs on two ranks, and the others on one."""
+    return (wrapping in COVERING) != (phase is Phase.TWO_RANKS)
 
 
 def wrapping_name(wrapping: Wrapping) -> str:
@@ -122,4 +127,10 @@ def _wrapping(context: Context, wrapping: Wrapping) -> dict[str, Any]:
 
 
 for _case in WRAPPINGS:
-    scenario(wrapping_name(_case), lambda context, case=_case: _wrapping(context, case), BOTH_WORLDS)
+    for _phase in BOTH_WORLDS:
+        scenario(
+            wrapping_name(_case),
+            lambda context, case=_case: _wrapping(context, case),
+            (_phase,),
+            large=is_large(_case, _phase),
+        )

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from job import PLAIN_LAYERS, Job, JobSpec
+from pairs import covering
 from reference_optimizer import StoredFormats
 
 WIDTH, INNER = 24, 20
@@ -53,6 +54,7 @@ PLACES = ("ours", "ours as FusedAdam")
 KINDS = ("its own masters", "Megatron's masters", "whole parameters")
 DTYPES = ("bf16", "fp16", "fp32", "mixed")
 WRAPPINGS = [Wrapping(*parts) for parts in itertools.product(PLACES, KINDS, DTYPES)]
+COVERING = covering(WRAPPINGS)
 
 
 class SmallJob(Job):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from comparison import assert_same
+from pairs import in_two_forms
 from registry import Phase, Results
-from scenarios_async import LIVE, LOCAL_FORMATS, WRITINGS, Writing, local_name
+from scenarios_async import COVERING, LIVE, LOCAL_FORMATS, WRITINGS, Writing, local_name
 
-CASES = pytest.mark.parametrize("case", WRITINGS, ids=lambda case: case.name)
+CASES = pytest.mark.parametrize("case", in_two_forms(WRITINGS, COVERING))
 
 
 @CASES

@@ -8,6 +8,7 @@ from registry import BOTH_WORLDS, Phase, Results
 from scenarios_checkpoint import (
     ADAPTERS_ALONE,
     AFTER,
+    COVERING,
     RESHARDED,
     RESUMES,
     Resume,
@@ -17,7 +18,11 @@ from scenarios_checkpoint import (
 from scenarios_training import STORED_FORMATS
 
 WORLDS = pytest.mark.parametrize("phase", BOTH_WORLDS, ids=lambda phase: phase.value)
-RUNS = [pytest.param(case, phase, id=f"{case.name}-{phase.value}") for case in RESUMES for phase in case.phases]
+RUNS = [
+    pytest.param(case, phase, id=f"{case.name}-{phase.value}", marks=() if case in COVERING else pytest.mark.large)
+    for case in RESUMES
+    for phase in case.phases
+]
 CASES = pytest.mark.parametrize(("case", "phase"), RUNS)
 
 
@@ -61,7 +66,7 @@ def test_saving_changes_nothing(results: Results, case: Resume, phase: Phase) ->
 
 @WORLDS
 def test_buckets_before_the_last_one_have_padding(results: Results, phase: Phase) -> None:
-    case = next(case for case in RESUMES if (case.kind, case.layout) == ("fully_reshardable", "all overlapped"))
+    case = next(case for case in COVERING if (case.kind, case.layout) == ("fully_reshardable", "all overlapped"))
     for run in results.ranks(case.name, phase):
         assert sum(padded > unpadded for padded, unpadded in run["buckets"][:-1]) > 1
 

@@ -27,7 +27,7 @@ def test_damaged_state_dicts_change_nothing_or_train_on(results: Results, wrappi
 @pytest.mark.large
 def test_many_damaged_state_dicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, DAMAGES, "200")
-    launch.run(tmp_path, "^damaged, ")
+    launch.run(tmp_path, "^damaged, ", large=True)
     results = launch.collect(tmp_path)
     total = 0
     for wrapping, kind in DAMAGED:

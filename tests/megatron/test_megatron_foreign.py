@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 import torch
 from comparison import assert_same, whole_state
+from pairs import in_two_forms
 from registry import Phase, Results
 from scenarios_checkpoint import BEFORE
-from scenarios_foreign import FROM_REMAINDERS, TRANSFERS, WRITTEN_FORMATS, Transfer, written_name
+from scenarios_foreign import COVERING, FROM_REMAINDERS, TRANSFERS, WRITTEN_FORMATS, Transfer, written_name
 
 from fused_offload.megatron.remainders import are_remainders
 
-ALL = pytest.mark.parametrize("case", TRANSFERS, ids=lambda case: case.name)
+ALL = pytest.mark.parametrize("case", in_two_forms(TRANSFERS, COVERING))
 REFUSED = [case for case in FROM_REMAINDERS if case.kind != "dp_reshardable"]
 TAKEN = [case for case in FROM_REMAINDERS if case.kind == "dp_reshardable"]
 PLAIN = (bool, int, float, str, tuple, type(None))
@@ -44,8 +45,7 @@ def test_masters_and_moments_survive(results: Results, case: Transfer) -> None:
 # only.
 @pytest.mark.parametrize(
     "case",
-    [case for case in TRANSFERS if case.reader != "hybrid" or case.kind == "fully_reshardable"],
-    ids=lambda case: case.name,
+    in_two_forms([case for case in TRANSFERS if case.reader != "hybrid" or case.kind == "fully_reshardable"], COVERING),
 )
 def test_training_goes_on_from_there(results: Results, case: Transfer) -> None:
     for run in results.ranks(case.name, Phase.TWO_RANKS):
@@ -54,7 +54,7 @@ def test_training_goes_on_from_there(results: Results, case: Transfer) -> None:
             assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-2)
 
 
-@pytest.mark.parametrize("case", [case for case in TRANSFERS if case.reader == "ours"], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", in_two_forms([case for case in TRANSFERS if case.reader == "ours"], COVERING))
 def test_groups_hold_plain_values_and_the_step(results: Results, case: Transfer) -> None:
     for run in results.ranks(case.name, Phase.TWO_RANKS):
         for group in run["groups"]:

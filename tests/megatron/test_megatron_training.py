@@ -7,11 +7,16 @@ from __future__ import annotations
 import pytest
 import torch
 from comparison import assert_same, whole_state
+from pairs import in_two_forms
 from registry import BOTH_WORLDS, Phase, Results
 from scenarios_training import CASES, ITERATIONS, STOCK_LAYOUTS, Case
 
 WORLDS = pytest.mark.parametrize("phase", BOTH_WORLDS, ids=lambda phase: phase.value)
-RUNS = [pytest.param(case, phase, id=f"{case.name}-{phase.value}") for case in CASES for phase in case.phases]
+RUNS = [
+    pytest.param(case, phase, id=f"{case.name}-{phase.value}", marks=pytest.mark.large if case.large else ())
+    for case in CASES
+    for phase in case.phases
+]
 
 
 @pytest.mark.parametrize(("case", "phase"), RUNS)
@@ -25,7 +30,7 @@ def test_training_has_the_bits_of_the_reference(results: Results, case: Case, ph
         assert_same(run["state"], expected["state"], f"rank {rank}, state")
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", in_two_forms(CASES, [case for case in CASES if not case.large]))
 def test_both_ranks_have_the_same_weights(results: Results, case: Case) -> None:
     first, second = results.ranks(case.name, Phase.TWO_RANKS)
     assert_same(first["weights"], second["weights"], "weights")

@@ -4,22 +4,27 @@ bit.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from comparison import assert_same
 from registry import BOTH_WORLDS, Phase, Results
-from scenarios_wrappings import BEFORE, wrapping_name
+from scenarios_wrappings import BEFORE, is_large, wrapping_name
 from small import WRAPPINGS, Wrapping
 
-WORLDS = pytest.mark.parametrize("phase", BOTH_WORLDS, ids=lambda phase: phase.value)
-EVERY = pytest.mark.parametrize("wrapping", WRAPPINGS, ids=lambda wrapping: wrapping.name)
-RUNS = [
-    pytest.param(wrapping, kind, id=f"{wrapping.name}-{kind}") for wrapping in WRAPPINGS for kind in wrapping.formats
-]
+EVERY = [(wrapping, phase) for wrapping in WRAPPINGS for phase in BOTH_WORLDS]
 
 
-@WORLDS
-@pytest.mark.parametrize(("wrapping", "kind"), RUNS)
-def test_a_resume_loses_no_bit(results: Results, wrapping: Wrapping, kind: str, phase: Phase) -> None:
+def param(wrapping: Wrapping, phase: Phase, *kind: str) -> Any:
+    marks = pytest.mark.large if is_large(wrapping, phase) else ()
+    return pytest.param(wrapping, phase, *kind, marks=marks, id="-".join((wrapping.name, phase.value, *kind)))
+
+
+@pytest.mark.parametrize(
+    ("wrapping", "phase", "kind"),
+    [param(wrapping, phase, kind) for wrapping, phase in EVERY for kind in wrapping.formats],
+)
+def test_a_resume_loses_no_bit(results: Results, wrapping: Wrapping, phase: Phase, kind: str) -> None:
     for rank, run in enumerate(results.ranks(wrapping_name(wrapping), phase)):
         resume = run["resumes"][kind]
         if isinstance(resume, str):
@@ -31,8 +36,7 @@ def test_a_resume_loses_no_bit(results: Results, wrapping: Wrapping, kind: str, 
         assert any(step.updated for step in resume["resumed"]["log"])
 
 
-@WORLDS
-@EVERY
+@pytest.mark.parametrize(("wrapping", "phase"), [param(*run) for run in EVERY])
 def test_loaded_weights_outlive_the_next_step(results: Results, wrapping: Wrapping, phase: Phase) -> None:
     for rank, run in enumerate(results.ranks(wrapping_name(wrapping), phase)):
         assert set(run["reloaded"]) == {"parameters", "state dict"} if wrapping.distributed else {"parameters"}

@@ -1,5 +1,5 @@
 """One of the two processes that run all scenarios:
-``python worker.py DIRECTORY PROCESS [REGULAR EXPRESSION]``.
+``python worker.py DIRECTORY PROCESS {small|large} REGULAR-EXPRESSION``.
 """
 
 from __future__ import annotations
@@ -44,10 +44,11 @@ checkpoint.
 
 
 class Worker:
-    def __init__(self, directory: Path, process: int, selected: str) -> None:
+    def __init__(self, directory: Path, process: int, selected: str, *, large: bool) -> None:
         self._directory = directory
         self._process = process
         self._selected = selected
+        self._large = large
         # Agreement between the processes does not go through the process groups, which a failed
         # scenario may break.
         self._meeting = torch.distributed.FileStore(str(directory / "meeting"), 2)
@@ -57,7 +58,8 @@ class Worker:
     def run(self) -> None:
         for phase in Phase:
             self._meet(f"start of {phase.value}", ok=True)
-            for number, scenario in registry.scenarios_of(phase, self._process, self._selected):
+            chosen = registry.scenarios_of(phase, self._process, self._selected, large=self._large)
+            for number, scenario in chosen:
                 ok = self._run(scenario, self._directory / f"{number}.{self._process}")
                 if not ok:
                     _leave_groups()  # also lets a rank go on that waits for this one
@@ -140,8 +142,8 @@ def main() -> None:
     stand_in.install()
     for module in MODULES:
         importlib.import_module(module)
-    worker = Worker(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "")
-    worker.run()
+    directory, process, form, selected = sys.argv[1:]
+    Worker(Path(directory), int(process), selected, large=form == "large").run()
 
 
 if __name__ == "__main__":
