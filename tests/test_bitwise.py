@@ -11,6 +11,7 @@ import helpers
 import pytest
 import torch
 from helpers import DTYPES, FormatsCase, Oracle, Snapshot, assert_same_snapshot, param_of, randn, snapshot
+from pairs import combinations
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 
@@ -45,6 +46,9 @@ def case_id(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
+every_case = combinations(("param_dtype", "formats"), CASES, lambda case: (case[0], *case[1]), ids=case_id)
+
+
 def run(
     device: str,
     sizes: list[int],
@@ -72,7 +76,7 @@ def run(
     return optimizer, params, snapshot(optimizer)
 
 
-@pytest.mark.parametrize(("param_dtype", "formats"), CASES, ids=case_id)
+@every_case
 def test_chunks_and_fractions(device: str, param_dtype: torch.dtype, formats: FormatsCase) -> None:
     _, _, expected = run(
         device, SIZES, formats, OffloadConfig(chunk_bytes=EVERYTHING, fraction=0.0), param_dtype=param_dtype
@@ -131,7 +135,7 @@ def test_state_larger_than_every_chunk(
     assert (resident == 0) == (config.fraction == 1.0)
 
 
-@pytest.mark.parametrize(("param_dtype", "formats"), CASES, ids=case_id)
+@every_case
 def test_one_param_and_the_same_data_in_many(device: str, param_dtype: torch.dtype, formats: FormatsCase) -> None:
     whole, (param,), _ = run(device, [1200], formats, OffloadConfig(chunk_bytes=ODD), param_dtype=param_dtype)
     parts = [128, 256, 640, 176]

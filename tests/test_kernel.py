@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from interpreted_fma import fma_that_rounds_once
+from pairs import covering
 
 from fused_offload.kernels.adam import launch as adam
 from fused_offload.kernels.adam.reference import AdamScalars, AdamState, adam_scalars, adam_step_
@@ -64,24 +65,15 @@ class Setup(NamedTuple):
 
 
 def covering_setups() -> list[Setup]:
-    """Setups in which every pair of two choices occurs, greedily few."""
+    """Setups in which every pair of two choices occurs."""
     choices = (DTYPES, DTYPES, EXP_AVG_FORMATS, EXP_AVG_SQ_FORMATS, (None, FP32, FP16, REMAINDER))
-    setups = [
-        Setup(*choice)
-        for choice in itertools.product(*choices, (True, False))
-        if choice[4] is not REMAINDER or choice[0] == torch.bfloat16
-    ]
-
-    def pairs(setup: Setup) -> set[Any]:
-        return set(itertools.combinations(enumerate(setup), 2))
-
-    missing = set().union(*map(pairs, setups))
-    chosen = []
-    while missing:
-        best = max(setups, key=lambda setup: len(pairs(setup) & missing))
-        chosen.append(best)
-        missing -= pairs(best)
-    return chosen
+    return covering(
+        [
+            Setup(*choice)
+            for choice in itertools.product(*choices, (True, False))
+            if choice[4] is not REMAINDER or choice[0] == torch.bfloat16
+        ]
+    )
 
 
 COVERING = covering_setups()

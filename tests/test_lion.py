@@ -23,6 +23,7 @@ from helpers import DTYPES, MASTER_FORMATS, Snapshot, assert_same_bits, assert_s
 pytest.importorskip("triton")
 
 from interpreted_fma import fma_that_rounds_once
+from pairs import combinations
 from simulated_device import SCHEDULES, SimulatedDevice, installed
 from test_simulated_device import Device
 from test_simulated_device import run as run_on_simulated_device
@@ -375,8 +376,9 @@ def kernel_is_its_reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         gc.collect()  # page-locked memory is given back the same way
 
 
-@pytest.mark.parametrize(("dtype", "master"), STORED, ids=name)
-@pytest.mark.parametrize("exp_avg", EXP_AVG)
+@combinations(
+    ("exp_avg", "dtype", "master"), [(exp_avg, *stored) for exp_avg in EXP_AVG for stored in STORED], ids=name
+)
 def test_every_way_gives_the_bits_of_the_cpu(
     exp_avg: str, dtype: torch.dtype, master: str, request: pytest.FixtureRequest
 ) -> None:

@@ -23,6 +23,7 @@ from helpers import DTYPES, Snapshot, assert_same_bits, assert_same_snapshot, pa
 pytest.importorskip("triton")
 
 from interpreted_fma import fma_that_rounds_once
+from pairs import combinations
 from simulated_device import SCHEDULES, Interrupt
 from test_simulated_device import Device
 from test_simulated_device import run as run_on_simulated_device
@@ -127,13 +128,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("fraction", FRACTIONS)
-@pytest.mark.parametrize("chunk_bytes", CHUNKS.values(), ids=CHUNKS)
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_float32_parameters_get_the_bits_of_torch(settings: dict[str, Any], chunk_bytes: int, fraction: float) -> None:
-    ours = make(
-        tensors(0, torch.float32), KEPT["fp32"], offload={"chunk_bytes": chunk_bytes, "fraction": fraction}, **settings
-    )
+@combinations(("name", "chunks", "fraction"), itertools.product(SETTINGS, CHUNKS, FRACTIONS))
+def test_float32_parameters_get_the_bits_of_torch(name: str, chunks: str, fraction: float) -> None:
+    settings, offload = SETTINGS[name], {"chunk_bytes": CHUNKS[chunks], "fraction": fraction}
+    ours = make(tensors(0, torch.float32), KEPT["fp32"], offload=offload, **settings)
     theirs = torch.optim.Muon(map(torch.nn.Parameter, tensors(0, torch.float32)), lr=0.02, **settings)
     for step in range(10):
         for optimizer in (ours, theirs):
@@ -590,11 +588,10 @@ def empty_states(params: Sequence[torch.Tensor], kept: Kept) -> list[tuple[MuonS
     ]
 
 
-@pytest.mark.parametrize("fraction", FRACTIONS)
-@pytest.mark.parametrize("chunk_bytes", CHUNKS.values(), ids=CHUNKS)
-@kinds_of_state
-def test_any_chunks_give_the_bits_of_whole_parameters(kept: Kept, chunk_bytes: int, fraction: float) -> None:
-    optimizer = make(tensors(0, kept.dtype), kept, offload={"chunk_bytes": chunk_bytes, "fraction": fraction})
+@combinations(("name", "chunks", "fraction"), itertools.product(KEPT, CHUNKS, FRACTIONS))
+def test_any_chunks_give_the_bits_of_whole_parameters(name: str, chunks: str, fraction: float) -> None:
+    kept, offload = KEPT[name], {"chunk_bytes": CHUNKS[chunks], "fraction": fraction}
+    optimizer = make(tensors(0, kept.dtype), kept, offload=offload)
     params = tensors(0, kept.dtype)
     states = empty_states(params, kept)
     optimizer.grad_scale = torch.full((1,), 4.0)

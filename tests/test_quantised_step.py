@@ -13,6 +13,7 @@ from torch import nn
 
 pytest.importorskip("triton")
 
+from pairs import combinations
 from quantised_stand_ins import CLASSES, Quantised, Whole, config, param_of
 from simulated_device import SCHEDULES
 from test_simulated_device import Device, run
@@ -121,9 +122,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("formats", FORMATS)
-@pytest.mark.parametrize("kind", CLASSES)
+@combinations(("kind", "formats", "placement"), itertools.product(CLASSES, FORMATS, PLACEMENTS))
 def test_any_chunks_give_the_bits_of_whole_parameters(kind: str, formats: str, placement: str) -> None:
     params, optimizer = make(Device(None), kind, formats, **PLACEMENTS[placement])
     arguments = FORMATS[formats]
