@@ -269,6 +269,19 @@ def test_newton_schulz_allocates_no_results(shape: tuple[int, int]) -> None:
         torch.mm(matrix, matrix.T)
 
 
+@pytest.mark.parametrize("shape", [(16, 16), (64, 128), (80, 208), (336, 48)], ids=str)
+def test_a_transposing_copy_keeps_the_bits(shape: tuple[int, int], kernel_device: torch.device) -> None:
+    """Of any value, in whole tiles and in parts of them, within a border."""
+    rows, columns = shape
+    bits = torch.arange(rows * columns, dtype=torch.int32).to(torch.int16).view(shape).to(kernel_device)
+    memory = torch.full((rows * columns + 32,), -1, dtype=torch.int16, device=kernel_device)
+    target = memory[16:-16].view(columns, rows)
+    launch.copy_transposed(bits.view(torch.bfloat16), target.view(torch.bfloat16))
+    assert torch.equal(target, bits.T)
+    assert (memory[:16] == -1).all()
+    assert (memory[-16:] == -1).all()
+
+
 def newton_schulz64(matrix: torch.Tensor) -> torch.Tensor:
     """The iteration in float64, from the definition."""
     a, b, c = COEFFICIENTS

@@ -1,4 +1,7 @@
-"""The Muon kernels, one for each phase: a launch serves any number of parameters of one chunk."""
+"""The Muon kernels: a transposing copy, and one for each phase.
+
+A launch of the latter serves any number of parameters of one chunk.
+"""
 
 from __future__ import annotations
 
@@ -262,3 +265,20 @@ def update_kernel(
                     param_ptr, array_ptr, master_ptr, master_scale_ptr, start, numel, decay, scale, skip,
                     PARAM, MASTER, INIT_MASTER, CAN_SKIP, ARRAY, ADDS_DECAY, True, BLOCK,
                 )  # fmt: skip
+
+
+@triton.jit
+def transpose_kernel(
+    source_ptr,  # [rows, columns] int16
+    target_ptr,  # [columns, rows] int16
+    rows,
+    columns,
+    TILE: tl.constexpr,
+):
+    """Copies a matrix into its transposed memory order, tile by tile, so that both sides are contiguous."""
+    row = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tile = tl.load(source_ptr + row.to(tl.int64)[:, None] * columns + column[None, :], inside)
+    inside = (column < columns)[:, None] & (row < rows)[None, :]
+    tl.store(target_ptr + column.to(tl.int64)[:, None] * rows + row[None, :], tl.trans(tile), inside)

@@ -1,4 +1,4 @@
-"""Launches of the two Muon kernels."""
+"""Launches of the Muon kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from fused_offload.kernels.launch import (
     shared_arguments,
 )
 
-from .kernel import momentum_kernel, update_kernel
+from .kernel import momentum_kernel, transpose_kernel, update_kernel
+from .newton_schulz import TRANSPOSED_SIZES
 from .reference import MuonScalars, MuonState
 
 _SHARED = ("table_ptr", "rows", "blocks", "found_inf_ptr", "ALIGNED", "BLOCK", "num_warps", "enable_fp_fusion")
+_TILE = 64
 
 
 def _momentum_arguments(
@@ -127,12 +129,38 @@ def update_phase_(
     update_kernel[kind.grid(programs)](**_update_arguments(table, rows, programs, state, scalars, kind, signals))
 
 
+def _transpose_arguments(source: torch.Tensor, target: torch.Tensor) -> dict[str, Any]:
+    rows, columns = source.shape
+    return {
+        "source_ptr": raw_pointer(source),
+        "target_ptr": raw_pointer(target),
+        "rows": rows,
+        "columns": columns,
+        "TILE": _TILE,
+        "num_warps": 4,
+        "enable_fp_fusion": False,
+    }
+
+
+def copy_transposed(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Launches the copy of a matrix into its transposed memory order on the current stream.
+
+    Args:
+        source: ``[m, n]`` bfloat16, contiguous; `newton_schulz.TRANSPOSED_SIZES` divides both sizes.
+        target: ``[n, m]`` bfloat16, contiguous.
+    """
+    rows, columns = source.shape
+    grid = (-(-columns // _TILE), -(-rows // _TILE))
+    transpose_kernel[grid](**_transpose_arguments(source, target))
+
+
 def compile_momentum_phase(
     table: torch.Tensor, state: MuonState, scalars: MuonScalars, kind: LaunchKind, signals: ScalerSignals
 ) -> None:
     """Compiles and loads the kernel that `momentum_phase_` launches with such arguments.
 
-    Also loads cuBLAS, whose first product allocates memory for the stream.
+    Also the one of `copy_transposed`, and cuBLAS, whose first product allocates memory for the
+    stream.
 
     Args:
         table: any int64 tensor on the device.
@@ -143,7 +171,8 @@ def compile_momentum_phase(
     """
     compile_and_load(momentum_kernel, _momentum_arguments(table, 1, 1, state, scalars, kind, signals))
     if table.is_cuda:
-        matrix = torch.zeros(8, 8, dtype=torch.bfloat16, device=table.device)
+        matrix = torch.zeros(TRANSPOSED_SIZES, TRANSPOSED_SIZES, dtype=torch.bfloat16, device=table.device)
+        compile_and_load(transpose_kernel, _transpose_arguments(matrix, matrix))
         torch.mm(matrix, matrix)
 
 

@@ -8,7 +8,14 @@ from typing import Any
 
 import torch
 
+from fused_offload.kernels.launch import imported_when_called
+
 from .reference import NewtonSchulz
+
+TRANSPOSED_SIZES = 16
+"""Divisor of the sizes of matrices that a kernel of our own transposes; torch copies others."""
+
+_copy_transposed = imported_when_called("fused_offload.kernels.muon.launch", "copy_transposed")
 
 _ALIGNMENT = 512  # bytes, as in torch's allocator, since cuBLAS chooses kernels by alignment
 
@@ -81,5 +88,15 @@ def newton_schulz_parts(matrix: torch.Tensor, memory: torch.Tensor, settings: Ne
         ]
         x = wide[place]
     if settings.steps and not is_in_order:
-        parts.append(partial(matrix.copy_, x))
+        parts.append(_copy_to(matrix, x))
     return parts
+
+
+def _copy_to(matrix: torch.Tensor, x: torch.Tensor) -> Callable[[], Any]:
+    """The copy of a contiguous matrix into one of transposed memory order.
+
+    torch's kernel reads one element of each row at a time.
+    """
+    if matrix.is_cuda and all(size % TRANSPOSED_SIZES == 0 for size in matrix.shape):
+        return partial(_copy_transposed, x, matrix.T)
+    return partial(matrix.copy_, x)
