@@ -374,7 +374,7 @@ def test_the_link_is_measured_down_up_and_both_ways(monkeypatch: pytest.MonkeyPa
     """
     link = pytest.importorskip("fused_offload.tuning.link")
     h2d, d2h = (types.SimpleNamespace(cuda_stream=number, synchronize=lambda: None) for number in (1, 2))
-    queues = types.SimpleNamespace(h2d=h2d, d2h=d2h)
+    queues = types.SimpleNamespace(h2d=types.SimpleNamespace(current=h2d), d2h=types.SimpleNamespace(current=d2h))
     monkeypatch.setattr(link.DeviceQueues, "of", lambda device: queues)
     monkeypatch.setattr(link.torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(link, "COPY_MIB", (1, 5))
@@ -434,7 +434,8 @@ def test_gpus_are_measured_together(monkeypatch: pytest.MonkeyPatch) -> None:
     def queues(device: torch.device) -> Any:
         def stream(way: str) -> Any:
             name = f"{device}{way}"
-            return types.SimpleNamespace(cuda_stream=name, synchronize=lambda: idle.append(name))
+            current = types.SimpleNamespace(cuda_stream=name, synchronize=lambda: idle.append(name))
+            return types.SimpleNamespace(current=current)
 
         return types.SimpleNamespace(h2d=stream("down"), d2h=stream("up"))
 
