@@ -189,6 +189,19 @@ class View(NamedTuple):
         return torch.frombuffer(memory, dtype=self.dtype).as_strided(self.shape, self.stride)
 
 
+def _mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """Values of a function of all parts of a tuple and of the tuples in it.
+
+    Of a test with many small chunks, pytrees, which know more kinds, took a quarter of the time.
+    """
+    if isinstance(value, (list, dict)):
+        raise TypeError("arguments of a kernel are tuples")
+    if isinstance(value, View) or not isinstance(value, tuple):
+        return function(value)
+    parts = [_mapped(function, part) for part in value]
+    return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+
+
 class Interrupt(Exception):
     """Comes while work is enqueued."""
 
@@ -404,7 +417,7 @@ class SimulatedDevice:
         state = launches._plan.state(index, slot_index, launches._inputs.rule, launches._ring, launches._window)
         table, arguments = launches._table[index], (state, *launches._shared(index))
         self._count_call()
-        views = tree_map(lambda value: View.of(value) if isinstance(value, torch.Tensor) else value, (table, arguments))
+        views = _mapped(lambda value: View.of(value) if isinstance(value, torch.Tensor) else value, (table, arguments))
 
         def tensor(value: Any) -> Any:
             if not isinstance(value, View):
@@ -413,7 +426,7 @@ class SimulatedDevice:
             return value.tensor()
 
         def run() -> None:
-            table, arguments = tree_map(tensor, views, is_leaf=lambda value: isinstance(value, View))
+            table, arguments = _mapped(tensor, views)
             self._run_phase(phases, phase.reference, table[: rows.rows], *arguments)
 
         self.put(self.current, run)
