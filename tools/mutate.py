@@ -325,12 +325,11 @@ class Copy:
 
 
 def packages_of(root: Path) -> dict[str, str]:
-    """Folder of each package, from pyproject.toml."""
-    import tomllib
-
-    setup = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
-    folders = setup.get("package-dir", {})
-    return {name: folders.get(name, name.replace(".", "/")) for name in setup["packages"]}
+    """Folder of each package that does not lie within another one's, from setup.py."""
+    for node in ast.parse((root / "setup.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FOLDERS":
+            return ast.literal_eval(node.value)
+    raise ValueError("setup.py has no FOLDERS")
 
 
 # -- runs of tests ---------------------------------------------------------------------------------
