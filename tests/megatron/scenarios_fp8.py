@@ -79,7 +79,8 @@ def quantised_models() -> Iterator[None]:
         for module in model.decoder.modules():
             weight = module._parameters.get("weight")
             if weight is not None and weight.dim() == 2:
-                module.weight = param = torch.nn.Parameter(QuantisedLike(quantised(weight.detach())))
+                data = QuantisedLike(quantised(weight.detach()))
+                module.weight = param = torch.nn.Parameter(data, weight.requires_grad)
                 vars(param).update(vars(weight))
                 param.get_high_precision_init_val = weight.detach
                 param.clear_high_precision_init_val = lambda: None
@@ -177,6 +178,20 @@ def _refused(context: Context) -> dict[str, str]:
             except ValueError as error:
                 messages[name] = str(error)
     return messages
+
+
+def _frozen(context: Context) -> dict[str, bool]:
+    """True for each place where 16-bit parameters beside frozen quantised ones have masters in the
+    optimizer.
+    """
+    results = {}
+    for optimizer in ("ours", "ours as FusedAdam"):
+        with quantised_models(), _place(optimizer):
+            job = Job(JobSpec(optimizer, layout=Layout(trainable=("layernorm",))))
+            job.train(1)
+            [inner] = job.inners
+            results[optimizer] = inner.master_weights
+    return results
 
 
 def _owned(context: Context) -> dict[str, Any]:
@@ -293,4 +308,5 @@ scenario("masters beside FP8 recipes", _owned_beside_recipes, (Phase.ONE_RANK,))
 scenario("quantised parameters resumed", _resumed, (Phase.TWO_RANKS,))
 scenario("quantised parameters written anew", _written_anew, (Phase.TWO_RANKS,))
 scenario("quantised parameters refused", _refused, (Phase.ONE_RANK,))
+scenario("quantised parameters frozen", _frozen, (Phase.ONE_RANK,))
 scenario("quantised parameters left", _left_in_groups, (Phase.ONE_RANK,))

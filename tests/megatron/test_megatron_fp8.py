@@ -97,6 +97,11 @@ def test_masters_of_the_optimizer_are_refused(results: Results, place: str) -> N
         assert flag in message
 
 
+def test_frozen_quantised_parameters_need_no_masters(results: Results) -> None:
+    (owners,) = results.ranks("quantised parameters frozen", Phase.ONE_RANK)
+    assert owners == {"ours": True, "ours as FusedAdam": True}
+
+
 def test_what_megatron_leaves_in_the_groups_is_refused(results: Results) -> None:
     ((quantised_one, placeholder),) = results.ranks("quantised parameters left", Phase.ONE_RANK)
     assert "Parameter 0 of parameter group 0 is a QuantisedLike" in quantised_one
