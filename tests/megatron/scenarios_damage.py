@@ -138,9 +138,18 @@ def _message(function: Any, *args: Any) -> str:
     return ""
 
 
+def _changed(job: SmallJob, change: dict[str, Any]) -> Any:
+    """A copy of the job's state dict with values in all groups replaced."""
+    state_dict = copied(job.optimizer.state_dict())
+    groups = state_dict["optimizer"]["param_groups"] if "optimizer" in state_dict else state_dict["param_groups"]
+    for group in groups:
+        group.update(change)
+    return state_dict
+
+
 def _interrupted(context: Context, wrapping: Wrapping) -> dict[str, Any]:
-    """A load that dies after some writes, what is refused then, and a load of the same
-    checkpoint.
+    """A load that dies after some writes, then one that changes nothing, what is refused then, and a
+    load of the same checkpoint.
     """
     results = {}
     with branches(wrapping):
@@ -151,6 +160,7 @@ def _interrupted(context: Context, wrapping: Wrapping) -> dict[str, Any]:
             save(job, directory, kind)
             saved = job.snapshot()
             job.train(1)
+            bad = _changed(job, {"step": -1})
             if wrapping.distributed:
                 from fused_offload.megatron import distributed
 
@@ -175,9 +185,11 @@ def _interrupted(context: Context, wrapping: Wrapping) -> dict[str, Any]:
                 error = _message(load, job, directory, kind)
             if not wrapping.distributed:
                 del job.inners[0].load_state_dict
+            other_error = _message(job.optimizer.load_state_dict, bad)
             step, saving = _message(job.inners[0].step), _message(job.inners[0].state_dict)
             load(job, directory, kind)
-            results[kind] = {"error": error, "step": step, "saving": saving, "saved": saved, "loaded": job.snapshot()}
+            errors = {"error": error, "other error": other_error, "step": step, "saving": saving}
+            results[kind] = {**errors, "saved": saved, "loaded": job.snapshot()}
             job.train(1)
     return results
 
@@ -205,13 +217,7 @@ def _refusals(context: Context) -> dict[str, list[str]]:
             ("decay", {"decoupled_weight_decay": False}),
             ("step", {"step": -1}),
         ):
-            state_dict = copied(job.optimizer.state_dict())
-            groups = (
-                state_dict["optimizer"]["param_groups"] if "optimizer" in state_dict else state_dict["param_groups"]
-            )
-            for group in groups:
-                group.update(change)
-            message = _message(job.optimizer.load_state_dict, state_dict)
+            message = _message(job.optimizer.load_state_dict, _changed(job, change))
             results[f"{wrapping.kind}, {name}"] = [message, str(_same(job.snapshot(), before))]
     return results
 

@@ -47,6 +47,7 @@ def test_after_an_interrupted_load_only_another_load_goes_on(
         assert set(run) == set(wrapping.formats)
         for kind, after in run.items():
             assert "the disk is gone" in after["error"]
+            assert after["other error"].startswith("ValueError: ")
             for refused in (after["step"], after["saving"]):
                 assert refused.startswith("RuntimeError: ")
                 assert "half-way" in refused
