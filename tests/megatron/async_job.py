@@ -6,7 +6,8 @@ One rank; on a GPU where there is one, else with the stand-in for CUDA. In each 
 save, as ``--async-save`` does, and goes on. Another run of the same seed saves at the same
 iteration and waits. What both checkpoints hold has to be the same. A checkpoint of the later state
 has to be another one, or the comparison would see nothing. A third run resumes from the first
-checkpoint and has to go on like the second. Exit status 1 if anything is otherwise.
+checkpoint and has to go on like the second. Exit status 1 if anything is otherwise, or if no case
+could be run.
 """
 
 from __future__ import annotations
@@ -247,11 +248,21 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     try:
         outcome = compare(case, folder)
     except NotInReleaseError as reason:
-        outcome = {"wrong": [], "said": f"not run: {reason}"}
+        outcome = {"wrong": [], "said": f"not run: {reason}", "not run": True}
     except (Exception, CheckpointException):  # which is none
         outcome = {"wrong": [traceback.format_exc()], "said": ""}
     gc.collect()
     return {**outcome, "seconds": time.monotonic() - started}
+
+
+def verdict(outcomes: dict[str, dict[str, Any]]) -> tuple[bool, str]:
+    """True if all is well, and words for it. Cases of a library that is not there are not counted."""
+    failed = [name for name, outcome in outcomes.items() if outcome["wrong"]]
+    not_run = sum(outcome.get("not run", False) for outcome in outcomes.values())
+    if failed or not_run == len(outcomes):
+        return False, "FAIL: " + ("; ".join(failed) or "no case could be run")
+    beside = f", {not_run} could not be run" if not_run else ""
+    return True, f"all {len(outcomes) - not_run} cases are well{beside}"
 
 
 def main() -> None:
@@ -261,13 +272,16 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="regular expression for their names")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the outcomes here")
     args = parser.parse_args()
+    cases = [case for case in all_cases() if re.search(args.cases, case.name)]
+    if not cases:
+        parser.error(f"--cases {args.cases!r}: no case has such a name")
     warnings.simplefilter("ignore")
-    args.folder.mkdir(parents=True)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if any(args.folder.iterdir()):
+        parser.error(f"{args.folder} is not empty")
     set_up()
     outcomes = {}
-    for case in all_cases():
-        if not re.search(args.cases, case.name):
-            continue
+    for case in cases:
         outcomes[case.name] = outcome = run_case(case, args.folder)
         print(f"{'FAIL' if outcome['wrong'] else 'ok'}  {case.name} ({outcome['seconds']:.1f} s): {outcome['said']}")
         for line in outcome["wrong"]:
@@ -275,12 +289,12 @@ def main() -> None:
         sys.stdout.flush()
         if args.json:
             args.json.write_text(json.dumps(outcomes, indent=1))
-    failed = [name for name, outcome in outcomes.items() if outcome["wrong"]]
-    print(f"VERDICT: {'FAIL: ' + '; '.join(failed) if failed else 'all ' + str(len(outcomes)) + ' cases are well'}")
+    is_well, words = verdict(outcomes)
+    print(f"VERDICT: {words}")
     sys.stdout.flush()
     for child in multiprocessing.active_children():  # of writers; they would keep the output open
         child.kill()
-    os._exit(bool(failed))
+    os._exit(not is_well)
 
 
 if __name__ == "__main__":
