@@ -266,6 +266,24 @@ def window(device: Device) -> list[Snapshot]:
     return [seen]
 
 
+def window_of_a_younger_stream(device: Device) -> list[Snapshot]:
+    """Blocks that are dropped while both streams of a direction have their copies.
+
+    The caller's stream is younger than those, so that a schedule may put it before each of them.
+    """
+    optimizer = make(device.params(), window_bytes=5000)
+    device.step(optimizer)
+    with device.on(device.stream()):
+        for _ in range(3):
+            optimizer.prefetch()
+            optimizer.cancel_prefetch()
+            device.random(300).mul_(2)
+            optimizer.prefetch()
+            device.step(optimizer)
+            device.random(300).mul_(2)
+        return [device.snapshot(optimizer)]
+
+
 def window_zero_copy(device: Device) -> list[Snapshot]:
     """A window beside kernels that work on host memory."""
     optimizer = make(device.params(), window_bytes=5000, transport="zero_copy")
@@ -477,6 +495,7 @@ SCENARIOS: list[Scenario] = [
     resident,
     ring_given_back,
     ring_grows,
+    window_of_a_younger_stream,
     window_zero_copy,
     state_read_and_written,
     streams_in_turn,
