@@ -85,7 +85,7 @@ def make_plan(
         segments: parts of parameters to update; those of one kind do not overlap in storage.
         capacity: most elements of a chunk of a kind, a multiple of `ALIGNMENT`; None for no limit.
         keep_whole: cut only segments that are larger than a chunk, into chunks of their own and of
-            one size.
+            equal size. With unequal ones the link waits for slots.
         largest_first: take large segments of a kind first, those of one size in that order.
         without: indices of segments to leave out.
 

@@ -64,8 +64,9 @@ before the first copy of such a step, and at the end of the step until its param
 Whoever reads them next, on the host or by a copy, finds the new ones. A slot brings parameters back
 before its state, which may still be under way when the step ends.
 
-[Note: all or nothing] All that can fail (checks, the ring, the table's memory, compiling and
-loading) happens in `Pipeline.prepare`, before the first launch.
+[Note: all or nothing] Checks, the ring, the table's memory, compiling and loading happen in
+`Pipeline.prepare`, before the first launch. A copy or launch that the driver refuses later leaves
+half a step.
 """
 
 from __future__ import annotations
