@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 
-from fused_offload.rules.arguments import check_average_dtypes, check_rounding, shown_rounding, warn_if_nothing_rounds
+from fused_offload.rules.arguments import (
+    EXP_AVG_FORMATS,
+    check_rounding,
+    check_stored_dtypes,
+    shown_rounding,
+    warn_if_nothing_rounds,
+)
 from fused_offload.rules.lion import LionRule
 
 from .config import OffloadConfig
@@ -67,7 +73,7 @@ class FusedOffloadLion(OffloadOptimizer):
         rounding_seed: int = 0,
         offload: OffloadConfig = OffloadConfig(),  # noqa: B008 - immutable
     ) -> None:
-        check_average_dtypes(type(self).__name__, exp_avg_dtype=exp_avg_dtype)
+        check_stored_dtypes(type(self).__name__, EXP_AVG_FORMATS, exp_avg_dtype=exp_avg_dtype)
         check_rounding(stochastic_rounding, rounding_seed)
         warn_if_nothing_rounds(stochastic_rounding, exp_avg_dtype=exp_avg_dtype)
         self.exp_avg_dtype = exp_avg_dtype

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from fused_offload.rules.arguments import refuse_unknown
-from fused_offload.rules.muon import MUON_ARGUMENTS, MuonRule, check_momentum_dtype
+from fused_offload.rules.arguments import check_stored_dtypes, refuse_unknown
+from fused_offload.rules.muon import MOMENTUM_FORMATS, MUON_ARGUMENTS, MuonRule
 
 from .config import OffloadConfig
 from .optimizer import OffloadOptimizer
@@ -85,7 +85,7 @@ class FusedOffloadMuon(OffloadOptimizer):
         **unsupported: Any,
     ) -> None:
         refuse_unknown(unsupported, type(self).__name__, MUON_ARGUMENTS)
-        check_momentum_dtype(momentum_dtype, type(self).__name__)
+        check_stored_dtypes(type(self).__name__, MOMENTUM_FORMATS, momentum_dtype=momentum_dtype)
         self.momentum_dtype = momentum_dtype
         super().__init__(
             params,

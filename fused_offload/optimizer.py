@@ -22,7 +22,7 @@ from fused_offload.params.dense import is_frozen
 from fused_offload.params.quantised import is_quantised
 from fused_offload.params.validation import check_params
 from fused_offload.plan.transfer_settings import check_params_on_host, config_of_two_phases
-from fused_offload.rules.arguments import MASTER_FORMATS, check_dtypes, check_master_dtype, check_switches
+from fused_offload.rules.arguments import MASTER_FORMATS, check_dtypes, check_stored_dtypes, check_switches
 from fused_offload.rules.base import MASTER_PARAM, UpdateRule, check_phases
 from fused_offload.rules.given_params import CPU_SHARDS, are_cpu_shards, check_given
 from fused_offload.state.entry import StateEntry
@@ -102,7 +102,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
             store_param_remainders=store_param_remainders,
         )
         if master_weights:
-            check_master_dtype(master_weight_dtype, type(self).__name__)
+            name = type(self).__name__
+            check_stored_dtypes(name, MASTER_FORMATS, "master weights", master_weight_dtype=master_weight_dtype)
         else:
             check_dtypes(master_weight_dtype=master_weight_dtype)
         if not isinstance(offload, OffloadConfig):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fused_offload.rules.adam import check_modes, moment_formats
-from fused_offload.rules.arguments import MASTER_FORMATS, check_master_dtype
+from fused_offload.rules.arguments import MASTER_FORMATS, check_stored_dtypes
 
 from .fsdp import uses_fsdp
 from .options import takes_hybrid_place
@@ -42,7 +42,9 @@ def check_config(config: Any) -> None:
             "do not install FusedOffloadAdam."
         )
     if config.use_precision_aware_optimizer:
-        check_master_dtype(config.main_params_dtype, "FusedOffloadAdam")
+        check_stored_dtypes(
+            "FusedOffloadAdam", MASTER_FORMATS, "master weights", master_weight_dtype=config.main_params_dtype
+        )
         check_modes(
             amsgrad=False,
             capturable=False,

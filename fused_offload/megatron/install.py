@@ -11,7 +11,7 @@ from fused_offload.config import OffloadConfig
 
 from .after_import import call_after_import
 from .api_probe import find_api
-from .options import moves_muon, rounds_stochastically, window_bytes
+from .options import switch, window_bytes
 from .patches import Installation
 from .replacements import Settings
 from .step_log import checked_interval
@@ -76,8 +76,8 @@ def install(
         offload,
         numerics,
         checked_interval(log_interval),
-        rounds_stochastically(stochastic_rounding),
-        moves_muon(muon),
+        switch("stochastic_rounding", stochastic_rounding),
+        switch("muon", muon),
     )
     if settings.muon and importlib.util.find_spec("emerging_optimizers") is None:
         raise ModuleNotFoundError(

@@ -11,13 +11,17 @@ import torch
 
 from fused_offload.config import OffloadConfig
 from fused_offload.profiles import units
-from fused_offload.rules.arguments import check_rounding, check_switches
+from fused_offload.rules.arguments import check_switches
 
 _REQUESTED = "_fused_offload_store_param_remainders"
 ROUNDING_VARIABLE = "FUSED_OFFLOAD_STOCHASTIC_ROUNDING"
 WINDOW_VARIABLE = "FUSED_OFFLOAD_WINDOW_BYTES"
 MUON_VARIABLE = "FUSED_OFFLOAD_MUON"
 """Environment variables in the place of arguments of `install`, where no call can be changed."""
+_SWITCHES = {
+    "stochastic_rounding": (ROUNDING_VARIABLE, "to round stochastically"),
+    "muon": (MUON_VARIABLE, "to keep Muon's momentum in host memory"),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,39 +73,21 @@ def takes_hybrid_place(config: Any) -> bool:
     return bool(config.optimizer_cpu_offload) and config.optimizer == "adam"
 
 
-def rounds_stochastically(given: bool | None) -> bool:
-    """True if bfloat16 moments are rounded stochastically.
+def switch(name: str, given: bool | None) -> bool:
+    """A switch of `install`: the argument, or its environment variable where that is None.
 
     Args:
-        given: the argument of `install`; None reads the environment variable.
+        name: ``"stochastic_rounding"`` or ``"muon"``.
+        given: the argument.
 
     Raises:
         TypeError: if the argument is not a bool.
         ValueError: if the variable is neither 0 nor 1.
     """
     if given is not None:
-        check_rounding(given, 0)
+        check_switches(**{name: given})
         return given
-    return _switch(ROUNDING_VARIABLE, "to round stochastically")
-
-
-def moves_muon(given: bool | None) -> bool:
-    """True if the momentum of Megatron's Muon moves to host memory.
-
-    Args:
-        given: the argument of `install`; None reads the environment variable.
-
-    Raises:
-        TypeError: if the argument is not a bool.
-        ValueError: if the variable is neither 0 nor 1.
-    """
-    if given is not None:
-        check_switches(muon=given)
-        return given
-    return _switch(MUON_VARIABLE, "to keep Muon's momentum in host memory")
-
-
-def _switch(variable: str, what_for: str) -> bool:
+    variable, what_for = _SWITCHES[name]
     value = os.environ.get(variable, "")
     if value not in ("", "0", "1"):
         raise ValueError(f"Invalid {variable}: {value!r}, it should be '1' {what_for}, or '0'")

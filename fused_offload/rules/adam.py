@@ -17,11 +17,11 @@ from fused_offload.params import placement
 
 from .arguments import (
     EXP_AVG_FORMATS,
-    check_average_dtypes,
     check_betas,
     check_dtypes,
     check_learning_rate,
     check_number,
+    check_stored_dtypes,
     checked_step,
     readable_lr,
     refuse_options,
@@ -90,7 +90,7 @@ def check_modes(
             f"{optimizer} does not support capturable=True. Leave it False: lr tensors and a gradient scaler's "
             "signals are read on the device already, and step() is called outside of CUDA graphs."
         )
-    check_average_dtypes(optimizer, exp_avg_dtype=exp_avg_dtype, exp_avg_sq_dtype=exp_avg_sq_dtype)
+    check_stored_dtypes(optimizer, EXP_AVG_FORMATS, exp_avg_dtype=exp_avg_dtype, exp_avg_sq_dtype=exp_avg_sq_dtype)
     check_numerics(numerics, ())
 
 

@@ -20,6 +20,7 @@ MAX_STEP = 2**31
 MASTER_FORMATS = {torch.float32: FP32, torch.float16: FP16}
 EXP_AVG_FORMATS = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16, torch.uint8: ROOT8}
 """Stored format of an average of gradients, by its dtype."""
+_SHORT_NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.uint8: "uint8"}
 
 shown = reprlib.repr  # of any value: repr of what is nested too deeply raises
 _LARGEST = torch.finfo(torch.float32).max  # kernels take hyperparameters in float32
@@ -39,27 +40,15 @@ def check_dtypes(**dtypes: Any) -> None:
             raise TypeError(f"Invalid {name}: {dtype!r}, it should be a torch.dtype, such as torch.bfloat16")
 
 
-def check_master_dtype(master_weight_dtype: torch.dtype, optimizer: str) -> None:
-    """Raises for a dtype that master weights cannot have.
-
-    Args:
-        master_weight_dtype: the argument.
-        optimizer: name of the optimizer's class, for the error.
-
-    Raises:
-        TypeError: for an argument that is no dtype.
-        RuntimeError: for a dtype that is not supported.
-    """
-    check_dtypes(master_weight_dtype=master_weight_dtype)
-    if master_weight_dtype not in MASTER_FORMATS:
-        raise RuntimeError(f"{optimizer} only supports fp32/fp16 master weights, but got {master_weight_dtype}.")
-
-
-def check_average_dtypes(optimizer: str, **dtypes: torch.dtype) -> None:
-    """Raises for a dtype that averages cannot be stored in.
+def check_stored_dtypes(
+    optimizer: str, formats: Mapping[torch.dtype, Format], what: str | None = None, **dtypes: Any
+) -> None:
+    """Raises for a dtype that state cannot be stored in.
 
     Args:
         optimizer: name of the optimizer's class, for the error.
+        formats: stored formats by dtype.
+        what: name of the state in the error; that of the argument if None.
         **dtypes: dtypes by name of the argument.
 
     Raises:
@@ -68,8 +57,9 @@ def check_average_dtypes(optimizer: str, **dtypes: torch.dtype) -> None:
     """
     check_dtypes(**dtypes)
     for name, dtype in dtypes.items():
-        if dtype not in EXP_AVG_FORMATS:
-            raise RuntimeError(f"{optimizer} only supports fp32/fp16/bf16/uint8 {name}, but got {dtype}.")
+        if dtype not in formats:
+            supported = "/".join(short for stored, short in _SHORT_NAMES.items() if stored in formats)
+            raise RuntimeError(f"{optimizer} only supports {supported} {what or name}, but got {dtype}.")
 
 
 def rounded_format(format: Format, *, stochastic_rounding: bool) -> Format:

@@ -26,7 +26,6 @@ from fused_offload.params.dtensors import is_distributed, sharding_of
 
 from .arguments import (
     TORCH_ARGUMENTS,
-    check_dtypes,
     check_learning_rate,
     check_number,
     check_switches,
@@ -57,22 +56,6 @@ MOMENTUM_FORMATS = {torch.float32: FP32, torch.bfloat16: BF16}
 
 _MOMENTUM = "momentum_buffer"
 _MOST_STEPS = 100  # exclusive, as in torch
-
-
-def check_momentum_dtype(momentum_dtype: Any, optimizer: str) -> None:
-    """Raises for a dtype that the momentum cannot be stored in.
-
-    Args:
-        momentum_dtype: the argument.
-        optimizer: name of the optimizer's class, for the error.
-
-    Raises:
-        TypeError: for an argument that is no dtype.
-        RuntimeError: for a dtype that is not supported.
-    """
-    check_dtypes(momentum_dtype=momentum_dtype)
-    if momentum_dtype not in MOMENTUM_FORMATS:
-        raise RuntimeError(f"{optimizer} only supports fp32/bf16 momentum_dtype, but got {momentum_dtype}.")
 
 
 def _parts(
