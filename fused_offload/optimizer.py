@@ -55,12 +55,7 @@ def _shown_without_kwargs(function: Any) -> Any:
 class OffloadOptimizer(torch.optim.Optimizer):
     """An optimizer whose state lives in host memory, for any update rule.
 
-    Each `step` cuts the parameters into chunks. For each chunk it copies the state to the
-    parameters' device, updates parameters and state there in one fused kernel, and copies the state
-    back. For parameters on the CPU the same chunks are updated in place.
-
-    Gradients are only read: unlike torch's fused optimizers under a gradient scaler, unscaled
-    gradients are not written back.
+    `FusedOffloadAdam` describes a step, docs/design.md how it works.
 
     Args:
         params: parameters (float32, bfloat16 or float16) or groups of them, one device a group.

@@ -1,18 +1,6 @@
 """The pipeline of one device: chunks of a step on their way through the ring.
 
-::
-
-    before the first chunk: H2D stream waits until earlier steps have written back its state
-    for chunk i, slot s = i mod depth:
-        prefetch    H2D stream      wait slot s written back   copy slab -> slot
-        compute     current stream  wait prefetched            kernel: gradients, parameters, slot
-        write-back  D2H stream      wait computed              copy slot -> slab
-
-Our own streams carry copies only. Kernels run on the caller's current stream. So gradients may be
-freed right after the step, and parameters are final for whatever the caller enqueues next. A steady
-step never waits on the host.
-
-With ``transport="zero_copy"`` there is no ring: one kernel per kind reads and writes the slabs.
+docs/design.md, section 6, shows the order of copies, kernels and events. The invariants:
 
 [Note: slot reuse] A slot is overwritten only after its own ``written_back``. The event stays with
 the slot, so this holds across steps and across optimizers that share the ring.
