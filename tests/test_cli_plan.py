@@ -238,10 +238,10 @@ def test_an_asynchronous_save_also_copies_state_that_stays() -> None:
 def test_the_window_is_no_larger_than_the_state_and_hides_its_bytes() -> None:
     half = memory_of(10**9, Training(offload=OffloadConfig(window_bytes=6 * 10**9)))
     time = step_time(half, 50.0)
-    assert (time.alone_ms, time.exposed_ms) == pytest.approx((240, 120), rel=1e-4)
+    assert (time.alone_ms, time.added_ms) == pytest.approx((240, 120), rel=1e-4)
     whole = memory_of(10**9, Training(offload=OffloadConfig(window_bytes=10**12)))
     assert whole.window == whole.host_state
-    assert step_time(whole, 50.0).exposed_ms == 0
+    assert step_time(whole, 50.0).added_ms == 0
 
 
 def test_the_largest_model_does_not_depend_on_the_one_that_was_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -251,7 +251,7 @@ class StateEntry(dict[str, torch.Tensor]):
         if not had_values:
             self._hooks.initialize(self.param)
         value = local_value(self.param, key, value)
-        if had_values and self._is_reshaped(key, value):
+        if had_values and self._has_other_shape(key, value):
             self._reshaped[key] = value.detach().clone()
             self._hooks.version += 1  # makes the next step check the entry
             return
@@ -268,7 +268,7 @@ class StateEntry(dict[str, torch.Tensor]):
         """True if a value of another shape waits for its parameter."""
         return bool(self._reshaped)
 
-    def _is_reshaped(self, key: str, value: Any) -> bool:
+    def _has_other_shape(self, key: str, value: Any) -> bool:
         """True if a value fits the key except for its shape."""
         if key not in self or self.storage.extent is None or is_distributed(self.param):
             return False

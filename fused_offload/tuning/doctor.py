@@ -131,21 +131,12 @@ def _link(name: str, gpu: Gpu) -> Finding:
         return Finding("ok", what, "hidden, as virtual machines do; the measured bandwidth counts")
     found = f"PCIe {link.generation} x{link.width}"
     full = f"PCIe {link.generation_max or link.generation} x{link.width_max or link.width}"
+    advice = None
     if link.width < (link.width_max or link.width):
-        return Finding(
-            "warning",
-            what,
-            f"{found} of {full}",
-            "Reseat the card, or put it into a slot with all lanes; see lspci -vv",
-        )
-    if link.generation < (link.generation_max or link.generation):
-        return Finding(
-            "warning",
-            what,
-            f"{found} of {full}",
-            "Allow the higher generation in the firmware; look at risers and ASPM",
-        )
-    return Finding("ok", what, found)
+        advice = "Reseat the card, or put it into a slot with all lanes; see lspci -vv"
+    elif link.generation < (link.generation_max or link.generation):
+        advice = "Allow the higher generation in the firmware; look at risers and ASPM"
+    return Finding("ok", what, found) if advice is None else Finding("warning", what, f"{found} of {full}", advice)
 
 
 def _pinning(name: str, gpu: Gpu) -> Finding:

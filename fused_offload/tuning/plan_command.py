@@ -79,7 +79,7 @@ def _numbers(
         },
         "predicted": {
             "alone_ms": prediction.time.alone_ms,
-            "exposed_ms_at_least": prediction.time.exposed_ms,
+            "exposed_ms_at_least": prediction.time.added_ms,
             "hidden_bytes": memory.hidden,
             "link_gbps": prediction.link_gbps,
             "link_assumed": prediction.source == "assumption",

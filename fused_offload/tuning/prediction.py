@@ -64,12 +64,12 @@ class StepTime:
 
     Attributes:
         alone_ms: time of a step without concurrent work.
-        exposed_ms: lower bound of the time that a step adds to an iteration, reached if all hidden
+        added_ms: lower bound of the time that a step adds to an iteration, reached if all hidden
             bytes move under the backward and forward passes.
     """
 
     alone_ms: float
-    exposed_ms: float
+    added_ms: float
 
 
 def step_time(memory: Memory, link_gbps: float, compute_ms: float = 0.0) -> StepTime:
