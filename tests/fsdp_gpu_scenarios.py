@@ -137,6 +137,14 @@ def streams_the_bits_of_the_resident_run() -> None:
             assert {value.device.type for value in values if value.numel()} == {place}
 
 
+def load_checkpoint(model: Any, optimizer: Any, folder: Path) -> None:
+    """Loads what `torch.distributed.checkpoint` saved of both."""
+    target = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(target, checkpoint_id=folder)
+    set_model_state_dict(model, target["model"])
+    set_optimizer_state_dict(model, optimizer, target["optimizer"])
+
+
 @scenario
 def saves_and_resumes() -> None:
     expected, reference = build(RESIDENT)
@@ -151,10 +159,7 @@ def saves_and_resumes() -> None:
     for offload in (OFFLOADED, RESIDENT):
         other, resumed = build(offload)
         train(other, resumed, range(2))
-        target = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, resumed)}
-        dcp.load(target, checkpoint_id=FOLDER / "async")
-        set_model_state_dict(other, target["model"])
-        set_optimizer_state_dict(other, resumed, target["optimizer"])
+        load_checkpoint(other, resumed, FOLDER / "async")
         train(other, resumed, range(10, STEPS))
         same_training(other, resumed, expected, reference)
 
@@ -298,10 +303,7 @@ def checkpoints_of_parameters_in_host_memory() -> None:
                 set_model_state_dict(other, whole[0], options=load)
                 set_optimizer_state_dict(other, resumed, whole[1], options=load)
             else:
-                target = {"model": get_model_state_dict(other), "optimizer": get_optimizer_state_dict(other, resumed)}
-                dcp.load(target, checkpoint_id=folder)
-                set_model_state_dict(other, target["model"])
-                set_optimizer_state_dict(other, resumed, target["optimizer"])
+                load_checkpoint(other, resumed, folder)
             train(other, resumed, range(10, STEPS))
             same_training(other, resumed, expected, reference)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +90,16 @@ def poison(optimizer: FusedOffloadAdam) -> None:
         for slot in pipeline.queues.ring.slots:
             slot.memory.fill_(255)
     torch.cuda.synchronize()
+
+
+def gpu_rise(action: Callable[[], Any]) -> int:
+    """Bytes of GPU memory that an action takes at its peak."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    action()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def assert_same(one: Outcome, other: Outcome) -> None:

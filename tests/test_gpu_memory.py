@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from gpu_training import FORMATS, make_params, set_grads
+from gpu_training import FORMATS, gpu_rise, make_params, set_grads
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.memory import cuda_driver
@@ -39,15 +39,6 @@ def build(config: OffloadConfig, formats: str = "fp32", sizes: tuple = BIG) -> t
     params = make_params(sizes)
     set_grads(params, 0)
     return params, FusedOffloadAdam(params, offload=config, **FORMATS[formats])
-
-
-def gpu_rise(action) -> int:  # type: ignore[no-untyped-def]
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    action()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def test_extra_gpu_memory_is_the_ring(tmp_path: Path) -> None:

@@ -166,9 +166,7 @@ def test_masters_get_the_bits_of_float32_parameters_in_torch(name: str) -> None:
         assert_same_bits(master, wanted, f"master {index}")
 
 
-def oracle_step(
-    param: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor, *, lr: float = 0.02, decay: float = 0.1
-) -> torch.Tensor:
+def oracle_step(param: torch.Tensor, grad: torch.Tensor, momentum: torch.Tensor) -> torch.Tensor:
     """A default step of a 16-bit parameter without a master in float64, rounded where torch rounds
     on a GPU.
 
@@ -182,6 +180,7 @@ def oracle_step(
         near, share = (start, weight) if weight < 0.5 else (end, -float(torch.tensor(1.0) - weight))
         return (near.double() + share * gap).float()
 
+    lr, decay = 0.02, 0.1  # as in `make`, and the default
     momentum = lerp(momentum.float(), grad.float(), 1 - 0.95).to(momentum.dtype)
     update = lerp(grad.float(), momentum.float(), 0.95).bfloat16()
     update = torchs._zeropower_via_newtonschulz(update, COEFFICIENTS, 5, 1e-7)
@@ -625,19 +624,14 @@ def test_any_chunks_give_the_bits_of_whole_parameters(name: str, chunks: str, fr
                 assert_same_bits(in_order(optimizer.state[param].peek(key)), stored.data, f"{key} of {index}")
 
 
-def on(device: Device, values: torch.Tensor) -> torch.Tensor:
-    """A copy on the device, in the same memory order."""
-    return device.tensor(in_order(values)).as_strided(values.shape, values.stride())
-
-
 def steps(device: Device, kept: Kept, **offload: Any) -> list[Snapshot]:
     """Steps with gradients missing and a learning rate that changes, then some of which the device
     skips one.
     """
-    optimizer = make([on(device, param) for param in tensors(0, kept.dtype)], kept, offload=offload)
+    optimizer = make([device.copied(param) for param in tensors(0, kept.dtype)], kept, offload=offload)
     for number in range(6):
         grads = tensors(1 + number, kept.dtype)
-        set_grads(optimizer, [None if index == number else on(device, grad) for index, grad in enumerate(grads)])
+        set_grads(optimizer, [None if index == number else device.copied(grad) for index, grad in enumerate(grads)])
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
         optimizer.param_groups[0]["ns_steps"] = 5 - number % 2
         if number > 2:
@@ -662,11 +656,11 @@ def test_any_legal_order_gives_the_same_bits(number: int) -> None:
 def skipped_first(device: Device) -> list[Snapshot]:
     """Steps of which the device alone knows that they are skipped, the first among them."""
     kept = KEPT["bf16 6"]
-    optimizer = make([on(device, param) for param in tensors(0, kept.dtype)], kept)
+    optimizer = make([device.copied(param) for param in tensors(0, kept.dtype)], kept)
     for number in range(5):
         optimizer.grad_scale = device.signal(2.0**number)
         optimizer.found_inf = device.signal(float(number in (0, 3)))
-        set_grads(optimizer, [on(device, grad) for grad in tensors(1 + number, kept.dtype)])
+        set_grads(optimizer, [device.copied(grad) for grad in tensors(1 + number, kept.dtype)])
         optimizer.step()
     return [device.snapshot(optimizer)]
 
@@ -675,10 +669,10 @@ def beside_adam(device: Device) -> list[Snapshot]:
     """Matrices and other parameters in two optimizers on one ring, which each of them makes
     grow.
     """
-    matrices = make([on(device, param) for param in tensors(0, torch.float32)], KEPT["fp32"])
+    matrices = make([device.copied(param) for param in tensors(0, torch.float32)], KEPT["fp32"])
     others = FusedOffloadAdam(device.params(), offload=OffloadConfig(chunk_bytes=3000, depth=3))
     for number in range(4):
-        set_grads(matrices, [on(device, grad) for grad in tensors(1 + number, torch.float32)])
+        set_grads(matrices, [device.copied(grad) for grad in tensors(1 + number, torch.float32)])
         device.set_grads(others)
         for optimizer in (others, matrices)[:: (-1) ** number]:
             optimizer.step()
@@ -696,8 +690,8 @@ def test_skips_and_a_shared_ring(scenario: Any) -> None:
 def interrupted(device: Device, calls: int) -> list[Snapshot]:
     """A step that ends after so many copies and kernels, and a load."""
     kept = KEPT["bf16 8"]
-    optimizer = make([on(device, param) for param in tensors(0, kept.dtype)], kept, offload={"chunk_bytes": 20_000})
-    set_grads(optimizer, [on(device, grad) for grad in tensors(1, kept.dtype)])
+    optimizer = make([device.copied(param) for param in tensors(0, kept.dtype)], kept, offload={"chunk_bytes": 20_000})
+    set_grads(optimizer, [device.copied(grad) for grad in tensors(1, kept.dtype)])
     optimizer.step()
     saved = copy.deepcopy(optimizer.state_dict())
     weights = [param.detach().clone(memory_format=torch.preserve_format) for param in params_of(optimizer)]
@@ -737,10 +731,10 @@ class _OfAnotherPackage(OffloadOptimizer):
 
 
 def shared_orthogonalisation(device: Device, **offload: Any) -> list[Snapshot]:
-    params = [torch.nn.Parameter(on(device, param)) for param in tensors(0, torch.float32)]
+    params = [torch.nn.Parameter(device.copied(param)) for param in tensors(0, torch.float32)]
     optimizer = _OfAnotherPackage(params, **offload)
     for step in range(3):
-        set_grads(optimizer, [on(device, grad) for grad in tensors(1 + step, torch.float32)])
+        set_grads(optimizer, [device.copied(grad) for grad in tensors(1 + step, torch.float32)])
         optimizer.order.clear()
         optimizer.step()
         assert optimizer.order == list(range(len(params)))
@@ -777,12 +771,12 @@ def test_memory_is_that_of_two_matrices(name: str, to_device: int, to_host: int,
     numel = -(-70 * 300 // 128) * 128
 
     def scenario(device: Device) -> list[Snapshot]:
-        made = [on(device, param) for param in tensors(0, kept.dtype, [shape] * 5)]
+        made = [device.copied(param) for param in tensors(0, kept.dtype, [shape] * 5)]
         optimizer = make(made, kept, offload={"chunk_bytes": 4096, "fraction": fraction})
         optimizer.reserve_gpu_memory()
         reserved = optimizer.memory_report()
         for step in range(2):
-            set_grads(optimizer, [on(device, grad) for grad in tensors(1 + step, kept.dtype, [shape] * 5)])
+            set_grads(optimizer, [device.copied(grad) for grad in tensors(1 + step, kept.dtype, [shape] * 5)])
             optimizer.step()
         seen = device.snapshot(optimizer)
         if device.sim is not None:
@@ -805,8 +799,8 @@ def test_reserved_memory_is_that_of_a_step() -> None:
     """Several groups, dtypes and shapes, some with state already; small matrices share chunks."""
 
     def scenario(device: Device) -> list[Snapshot]:
-        first = [torch.nn.Parameter(on(device, param)) for param in tensors(0, torch.float32)]
-        second = [torch.nn.Parameter(on(device, param)) for param in tensors(3, torch.bfloat16, SHAPES[::-1])]
+        first = [torch.nn.Parameter(device.copied(param)) for param in tensors(0, torch.float32)]
+        second = [torch.nn.Parameter(device.copied(param)) for param in tensors(3, torch.bfloat16, SHAPES[::-1])]
         config = OffloadConfig(chunk_bytes=30_000, depth=2, fraction=0.7)
         optimizer = FusedOffloadMuon([{"params": first}, {"params": second, "lr": 0.1}], offload=config)
         optimizer.initialize_state(second[3])
@@ -814,7 +808,7 @@ def test_reserved_memory_is_that_of_a_step() -> None:
         reserved = optimizer.memory_report()
         for index, param in enumerate(params_of(optimizer)):
             grad = torch.empty_strided(param.shape, param.stride(), dtype=param.dtype, device="cpu")
-            param.grad = on(device, grad.fill_(0.1 * index))
+            param.grad = device.copied(grad.fill_(0.1 * index))
         optimizer.step()
         assert optimizer.memory_report().work_bytes == reserved.work_bytes
         assert optimizer.memory_report().ring_bytes == reserved.ring_bytes
@@ -831,7 +825,7 @@ def test_work_memory_does_not_grow_with_the_number_of_layers(name: str) -> None:
     layer = [(width, width), (16, width), (16, width), (width, width), (224, width), (224, width), (width, 224)]
 
     def scenario(device: Device) -> list[Snapshot]:
-        made = [on(device, param) for param in tensors(0, kept.dtype, layer * layers)]
+        made = [device.copied(param) for param in tensors(0, kept.dtype, layer * layers)]
         optimizer = make(made, kept, offload={"chunk_bytes": 3 * width * width})
         optimizer.reserve_gpu_memory()
         assert device.sim is None or optimizer.memory_report().work_bytes == work_bytes((width, 224), arrays=2)
@@ -845,8 +839,8 @@ def test_memory_that_one_stream_took_is_used_by_another(number: int) -> None:
     """Without offload no copy stands between the stream that took the work memory and the step's."""
 
     def scenario(device: Device) -> list[Snapshot]:
-        optimizer = make([on(device, p) for p in tensors(0, torch.float32)], KEPT["fp32"], offload={"fraction": 0.0})
-        set_grads(optimizer, [on(device, grad) for grad in tensors(1, torch.float32)])
+        optimizer = make([device.copied(p) for p in tensors(0, torch.float32)], KEPT["fp32"], offload={"fraction": 0.0})
+        set_grads(optimizer, [device.copied(grad) for grad in tensors(1, torch.float32)])
         for _ in range(2):  # later steps take no memory for addresses, which would wait for the device
             optimizer.step()
         if device.sim is None:
@@ -896,14 +890,14 @@ def test_parts_of_an_operation_are_made_once(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(muon, "newton_schulz_parts", lambda *args: made.append(args[0]) or original(*args))
 
     def scenario(device: Device) -> list[Snapshot]:
-        optimizer = make([on(device, param) for param in tensors(0, torch.float32)], KEPT["fp32"])
+        optimizer = make([device.copied(param) for param in tensors(0, torch.float32)], KEPT["fp32"])
         counts = []
         for step, change in enumerate((None, None, "lr", "ns_steps", "release", None)):
             if change == "release":
                 optimizer.release_gpu_memory()
             elif change is not None:
                 optimizer.param_groups[0][change] = {"lr": 0.5, "ns_steps": 3}[change]
-            set_grads(optimizer, [on(device, grad) for grad in tensors(1 + step, torch.float32)])
+            set_grads(optimizer, [device.copied(grad) for grad in tensors(1 + step, torch.float32)])
             made.clear()
             optimizer.step()
             counts.append(len(made))

@@ -7,12 +7,13 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import helpers
 import pytest
 import torch
+from gpu_training import gpu_rise
 
 from fused_offload import FusedOffloadAdam, FusedOffloadMuon, OffloadConfig
 from fused_offload.kernels.formats import join_remainder
@@ -221,15 +222,6 @@ def test_newton_schulz_gives_the_bits_of_torch(shape: tuple[int, int], steps: in
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def rise(action: Callable[[], Any]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    action()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 @pytest.mark.parametrize("fraction", [0.0, 1.0])
 def test_extra_memory_is_the_ring_and_the_work_memory(fraction: float) -> None:
     """As reported and as the formula says; a steady step takes no more than what reductions
@@ -242,7 +234,7 @@ def test_extra_memory_is_the_ring_and_the_work_memory(fraction: float) -> None:
     for param in params:
         optimizer.initialize_state(param)
         param.grad = torch.ones_like(param)
-    reserving = rise(optimizer.reserve_gpu_memory)
+    reserving = gpu_rise(optimizer.reserve_gpu_memory)
     report = optimizer.memory_report()
     numel = 1024 * 4096
     work_bytes = 2 * 2 * numel + scratch_bytes(params[0])
@@ -250,11 +242,11 @@ def test_extra_memory_is_the_ring_and_the_work_memory(fraction: float) -> None:
     assert scratch_bytes(params[0]) == 2 * numel + 4 * 1024**2 + 512
     assert report.ring_bytes == (3 * 4 * MIB if fraction else 0)
     assert reserving == report.ring_bytes + report.work_bytes
-    first = rise(optimizer.step)
+    first = gpu_rise(optimizer.step)
     assert first <= MIB
     reserved = torch.cuda.memory_reserved()
     for _ in range(3):
-        assert rise(optimizer.step) <= 64 * 1024
+        assert gpu_rise(optimizer.step) <= 64 * 1024
     assert torch.cuda.memory_reserved() == reserved
     total = sum(param.numel() for param in params)
     for key, size in (("momentum_buffer", 4), ("master_param", 2)):

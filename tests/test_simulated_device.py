@@ -61,6 +61,11 @@ class Device:
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
         return values if self.sim is None else self.sim.to_device(values)
 
+    def copied(self, values: torch.Tensor) -> torch.Tensor:
+        """`tensor` of values in another memory order, which they keep."""
+        in_order = values.detach().as_strided((values.numel(),), (1,))
+        return self.tensor(in_order).as_strided(values.shape, values.stride())
+
     def random(self, *size: int) -> torch.Tensor:
         return self.tensor(torch.randn(size, generator=self._generator))
 

@@ -1188,6 +1188,12 @@ def test_weights_loaded_before_the_first_step_are_kept(device: torch.device, for
     if touch != "nothing":
         TOUCHES["initialize_state"](optimizer, params)
     TOUCHES[touch](optimizer, params)
+    assert_steps_start_from_loaded_weights(device, optimizer, params)
+
+
+def assert_steps_start_from_loaded_weights(
+    device: torch.device, optimizer: FusedOffloadAdam, params: list[torch.nn.Parameter]
+) -> None:
     weights = make_params(device, seed=9)
     with torch.no_grad():
         for param, weight in zip(params, weights, strict=True):
@@ -1305,13 +1311,7 @@ def test_reloading_keeps_unset_masters_unset(device: torch.device) -> None:
     for param in params:
         optimizer.initialize_state(param)
     optimizer.reload_model_params()
-    weights = make_params(device, seed=9)
-    with torch.no_grad():
-        for param, weight in zip(params, weights, strict=True):
-            param.copy_(weight)
-    step_without_lr(optimizer, params)
-    for param, weight in zip(params, weights, strict=True):
-        assert_same_bits(param, weight)
+    assert_steps_start_from_loaded_weights(device, optimizer, params)
 
 
 @each_format

@@ -84,20 +84,15 @@ def test_any_chunks_give_the_bits_of_whole_parameters(formats: str, chunk_bytes:
 # -- the pipeline, on a simulated device -----------------------------------------------------------
 
 
-def moved(device: Device, values: torch.Tensor) -> torch.Tensor:
-    """A copy on the device, in the same memory order."""
-    return device.tensor(values.as_strided((values.numel(),), (1,))).as_strided(values.shape, values.stride())
-
-
 def steps(device: Device, formats: str, **options: Any) -> list[Snapshot]:
     """Steps with gradients missing and a learning rate that changes, then some of which the device
     skips one.
     """
     dtype = FORMATS[formats][0]
-    optimizer = make([moved(device, param) for param in tensors(0, dtype)], formats, **options)
+    optimizer = make([device.copied(param) for param in tensors(0, dtype)], formats, **options)
     for number in range(6):
         for index, grad in enumerate(tensors(1 + number, dtype)):
-            params_of(optimizer)[index].grad = None if index == number else moved(device, grad)
+            params_of(optimizer)[index].grad = None if index == number else device.copied(grad)
         optimizer.param_groups[0]["lr"] = 0.1 / (1 + number)
         if number > 2:
             optimizer.grad_scale = device.signal(2.0)  # type: ignore[attr-defined]
@@ -120,14 +115,14 @@ def test_any_legal_order_gives_the_same_bits(number: int, case: tuple[str, int, 
 def interrupted(device: Device, calls: int) -> list[Snapshot]:
     """A step that ends after so many copies and kernels; then another optimizer, and a load."""
     one, other = (
-        make([moved(device, param) for param in tensors(seed, torch.float32)], "fp32_master", chunk_bytes=2048)
+        make([device.copied(param) for param in tensors(seed, torch.float32)], "fp32_master", chunk_bytes=2048)
         for seed in (0, 50)
     )
 
     def give_grads(seed: int) -> None:
         for optimizer in (one, other):
             for param, grad in zip(params_of(optimizer), tensors(seed, torch.float32), strict=True):
-                param.grad = moved(device, grad)
+                param.grad = device.copied(grad)
 
     give_grads(1)
     one.step()
@@ -196,10 +191,10 @@ def test_memory_that_is_not_there_changes_nothing(monkeypatch: pytest.MonkeyPatc
         return allocate(self, nbytes)
 
     def scenario(device: Device) -> list[Snapshot]:
-        params = [moved(device, param) for param in tensors(0, torch.float32)]
+        params = [device.copied(param) for param in tensors(0, torch.float32)]
         optimizer = make(params, "fp32", chunk_bytes=1024)
         for param, grad in zip(params_of(optimizer), tensors(1, torch.float32), strict=True):
-            param.grad = moved(device, grad)
+            param.grad = device.copied(grad)
             optimizer.initialize_state(param)
         if device.sim is not None:
             before = device.snapshot(optimizer)
@@ -231,10 +226,10 @@ def test_chunks_move_the_keys_of_their_phase_alone(formats: str, bytes_to_device
 
     def scenario(device: Device) -> list[Snapshot]:
         dtype = FORMATS[formats][0]
-        optimizer = make([moved(device, param) for param in tensors(0, dtype)], formats, chunk_bytes=1024)
+        optimizer = make([device.copied(param) for param in tensors(0, dtype)], formats, chunk_bytes=1024)
         for _ in range(2):
             for param, grad in zip(params_of(optimizer), tensors(1, dtype), strict=True):
-                param.grad = moved(device, grad)
+                param.grad = device.copied(grad)
             optimizer.step()
         seen = device.snapshot(optimizer)
         if device.sim is not None:
