@@ -91,7 +91,7 @@ LAUNCHES: dict[str, Callable[..., tuple[Any, dict[str, Any]]]] = {
 
 
 def compile_step(
-    rule: str, formats: Sequence[Format], *, amp: ScalerSignals, max_programs: int | None, target: int = HOPPER
+    rule: str, formats: Sequence[Format], *, amp: ScalerSignals, max_programs: int | None, target: int
 ) -> str:
     """PTX of one step of bfloat16 parameters."""
 

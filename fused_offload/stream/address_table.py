@@ -64,10 +64,10 @@ class AddressTable:
         updates: Updates,
         programs_of: Callable[[np.ndarray], np.ndarray],
         host_params: HostParams,
-        operations: Sequence[Operation] = (),
-        array_itemsize: int = 0,
+        operations: Sequence[Operation],
+        array_itemsize: int,
         *,
-        in_place_of_params: bool = False,
+        in_place_of_params: bool,
     ) -> None:
         """Fills all columns but addresses and scalars.
 

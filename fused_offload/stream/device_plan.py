@@ -173,7 +173,7 @@ def ring_need(
     config: OffloadConfig,
     extents: Iterable[tuple[Layout, int, torch.dtype]],
     phases: Sequence[Phase],
-    work_bytes: int = 0,
+    work_bytes: int,
 ) -> RingNeed | None:
     """The ring that a rule's steps need, with their work memory, or None if they need neither.
 

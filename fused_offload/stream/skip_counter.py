@@ -85,7 +85,7 @@ class SkipCounter:
         self._pending.append((self._steps, record()))
         self._steps += 1
 
-    def learn(self, *, wait: bool = False) -> int:
+    def learn(self, *, wait: bool) -> int:
         """Reads the outcomes that have arrived; waits for the oldest if `MAX_PENDING` are pending.
 
         Args:

@@ -209,7 +209,7 @@ def _timed_as_json(one: Timed) -> dict[str, Any]:
     return {**one.streaming._asdict(), "ms": one.ms, "samples_ms": one.samples_ms}
 
 
-def show(tuning: Tuning, path: Any = None) -> None:
+def show(tuning: Tuning, path: Any) -> None:
     """Prints tables, choices and reasons."""
     console = new_console()
     key = tuning.profile.key

@@ -128,7 +128,7 @@ def _hybrid_place(inner: type) -> contextlib.AbstractContextManager[None]:
     return replaced(*((module, "HybridDeviceOptimizer", inner) for module in (package, distrib_optimizer)))
 
 
-def offload_flags(fraction: float = 1.0, stored_formats: StoredFormats = StoredFormats()) -> dict[str, Any]:  # noqa: B008 - immutable
+def offload_flags(fraction: float, stored_formats: StoredFormats) -> dict[str, Any]:
     """Fields of Megatron's OptimizerConfig that ask for an offloaded optimizer."""
     return {
         "optimizer_cpu_offload": True,
