@@ -1,10 +1,10 @@
-"""Measures how the package is laid out: modules, longest pieces, the way of one step.
+"""Measures how the package is laid out: rooms, imports, longest pieces, the way of one step.
 
     python tools/house.py            # a table
     python tools/house.py --json     # the same for comparing two commits
 
-CONTRIBUTING.md names the targets. The numbers are for reviewers. tests/test_rooms.py tests the
-direction of imports and the names in each room.
+CONTRIBUTING.md names the targets. The numbers are for reviewers; only the direction of imports is a
+test.
 """
 
 from __future__ import annotations
@@ -15,12 +15,15 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fused_offload"
+ENGINE_ROOMS = ("memory", "params", "state", "plan", "stream", "step")
+RULE_NAMES = re.compile(r"exp_avg|bias_correction|beta")
 _INLINED = ("<listcomp>", "<dictcomp>", "<setcomp>")  # have no frames from Python 3.12 on
 STEPS_BEFORE = 3  # the first steps make state, plans and kernels
 
@@ -35,6 +38,68 @@ def sources() -> dict[str, ast.Module]:
     return found
 
 
+def room_of(module: str) -> str:
+    """The folder of a module, or its own name at the package's root."""
+    return module.partition(".")[0]
+
+
+def imports_of(module: str, tree: ast.Module) -> Iterator[str]:
+    """Dotted names below the package that a module imports, also inside functions."""
+    here = module.split(".")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = here[: len(here) - node.level]
+            elif (node.module or "").split(".")[0] == "fused_offload":
+                base = []
+            else:
+                continue
+            inside = (node.module or "").removeprefix("fused_offload").strip(".")
+            base = [*base, *(inside.split(".") if inside else [])]
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith("fused_offload."):
+                    yield alias.name.removeprefix("fused_offload.")
+
+
+def arrows(trees: dict[str, ast.Module]) -> set[tuple[str, str]]:
+    """Pairs of rooms of which the first imports the second."""
+    rooms = {room_of(module) for module in trees}
+    found = {(room_of(module), room_of(name)) for module, tree in trees.items() for name in imports_of(module, tree)}
+    return {(one, other) for one, other in found if one != other and other in rooms}
+
+
+def cycles(graph: set[tuple[str, str]]) -> list[str]:
+    """Rooms that import themselves through others."""
+
+    def reachable(start: str) -> set[str]:
+        seen: set[str] = set()
+        waiting = [start]
+        while waiting:
+            room = waiting.pop()
+            for one, other in graph:
+                if one == room and other not in seen:
+                    seen.add(other)
+                    waiting.append(other)
+        return seen
+
+    return sorted(room for room in {one for one, _ in graph} if room in reachable(room))
+
+
+def floors(graph: set[tuple[str, str]]) -> int:
+    """Rooms on the longest chain of imports."""
+    known: dict[str, int] = {}
+
+    def height(room: str, above: frozenset[str] = frozenset()) -> int:
+        if room not in known:
+            below = [other for one, other in graph if one == room and other not in above]
+            known[room] = 1 + max((height(other, above | {room}) for other in below), default=0)
+        return known[room]
+
+    return max((height(room) for edge in graph for room in edge), default=0)
+
+
 def lines_of(node: ast.AST) -> int:
     """Lines from the first decorator to the end."""
     first = min([node.lineno, *(item.lineno for item in getattr(node, "decorator_list", []))])
@@ -42,7 +107,7 @@ def lines_of(node: ast.AST) -> int:
 
 
 def is_kernel(node: ast.AST) -> bool:
-    """True if a function is compiled by Triton."""
+    """Whether a function is compiled by Triton."""
     return any("jit" in ast.unparse(item) for item in getattr(node, "decorator_list", []))
 
 
@@ -64,6 +129,29 @@ def longest(trees: dict[str, ast.Module]) -> dict[str, list[tuple[int, str]]]:
     top = {"file lines": files, "class methods": classes, "function lines": functions}
     top["constructor arguments"] = constructors
     return {name: sorted(found, reverse=True)[:5] for name, found in top.items()}
+
+
+def rule_names(trees: dict[str, ast.Module]) -> dict[str, int]:
+    """Code lines of the engine's rooms that name state keys or settings of one update rule."""
+    found = {}
+    for module, tree in trees.items():
+        if module.startswith("kernels") or (room_of(module) not in ENGINE_ROOMS and is_folded(trees)):
+            continue
+        lines = set()
+        for node in ast.walk(tree):
+            texts = [getattr(node, name, None) for name in ("id", "attr", "arg", "name")]
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and len(node.value) < 40:
+                texts.append(node.value)
+            if any(isinstance(text, str) and RULE_NAMES.search(text) for text in texts):
+                lines.add(getattr(node, "lineno", 0))
+        if lines:
+            found[module] = len(lines)
+    return found
+
+
+def is_folded(trees: dict[str, ast.Module]) -> bool:
+    """Whether the engine stands in folders; before, every module counts."""
+    return any(room_of(module) == "stream" and "." in module for module in trees)
 
 
 class Walk:
@@ -159,10 +247,15 @@ def walk_of_a_step() -> dict[str, int] | None:
 def measure() -> dict[str, object]:
     """Everything that is printed."""
     trees = sources()
+    graph = arrows(trees)
     return {
         "modules at the root": len(list(PACKAGE.glob("*.py"))),
         "modules": len(trees),
+        "arrows between rooms": len(graph),
+        "floors of rooms": floors(graph),
+        "rooms in a cycle": cycles(graph),
         **longest(trees),
+        "lines with a rule's names": rule_names(trees),
         "one step": walk_of_a_step(),
     }
 
@@ -179,7 +272,8 @@ def main() -> None:
         if isinstance(value, list) and value and isinstance(value[0], tuple):
             print(f"{name + ':':28} " + ", ".join(f"{count} {what}" for count, what in value))
         elif isinstance(value, dict):
-            print(f"{name + ':':28} " + ", ".join(f"{key} {count}" for key, count in value.items()))
+            total = f"{sum(value.values())} in {len(value)}: " if name.startswith("lines") and value else ""
+            print(f"{name + ':':28} {total}" + ", ".join(f"{key} {count}" for key, count in value.items()))
         else:
             print(f"{name + ':':28} {value}")
 
