@@ -285,13 +285,15 @@ def what_log_says(log: str) -> dict[str, Any]:
         line: dict[str, float] = {"iteration": int(found[1])}
         for part in found[2].split("|"):
             name, _, value = part.strip().rpartition(":")
+            if not name:
+                continue
             with contextlib.suppress(ValueError):  # another rank's words behind a line of this one
                 line[name] = float(value)
         lines.append(line)
     ours = [line.strip() for line in log.splitlines() if line.strip().startswith("fused-offload:")]
     record: dict[str, Any] = {"log": lines, "said": ours}
     speed, ms = "throughput per GPU (TFLOP/s/GPU)", "elapsed time per iteration (ms)"
-    if lines and lines[-1].get(speed):
+    if lines and lines[-1].get(speed) and ms in lines[-1]:
         record["tflop_per_iteration"] = lines[-1][speed] * lines[-1][ms] / 1e3
     return record
 

@@ -65,19 +65,18 @@ def delay(monkeypatch: pytest.MonkeyPatch, slow: str, dropped: str | None = None
                 with torch.cuda.stream(getattr(self, name)):
                     torch.cuda._sleep(DELAY_CYCLES)
 
-        def wait(self, stream, event) -> None:  # type: ignore[no-untyped-def]
+        def _hold(self, stream, wait) -> None:  # type: ignore[no-untyped-def]
             if dropped is not None and stream is getattr(self, dropped):
                 return
-            super().wait(stream, event)
+            wait()
             if stream is self.compute:
                 self._sleep("compute")
 
+        def wait(self, stream, event) -> None:  # type: ignore[no-untyped-def]
+            self._hold(stream, functools.partial(super().wait, stream, event))
+
         def wait_stream(self, stream, other) -> None:  # type: ignore[no-untyped-def]
-            if dropped is not None and stream is getattr(self, dropped):
-                return
-            super().wait_stream(stream, other)
-            if stream is self.compute:
-                self._sleep("compute")
+            self._hold(stream, functools.partial(super().wait_stream, stream, other))
 
         def copy_to_device(self, slot, copies) -> None:  # type: ignore[no-untyped-def]
             self._sleep("h2d")

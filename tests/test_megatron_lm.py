@@ -104,7 +104,7 @@ def test_cases_run_are_compared_and_shown(program: ModuleType, checkout: Path, t
 def test_words_of_another_rank_behind_a_line_of_the_log_are_left_out(program: ModuleType) -> None:
     log = (
         " [2026-11-29] iteration        2/       4 | elapsed time per iteration (ms): 500.0 | lm loss: 1.5E+00 |"
-        "Theoretical memory footprints: weight and optimizer=6944.38 MB, total=8169.22 MB\n"
+        " 7 | Theoretical memory footprints: weight and optimizer=6944.38 MB, total=8169.22 MB\n"
         " iteration        4/       4 | elapsed time per iteration (ms): 400.0 | "
         "throughput per GPU (TFLOP/s/GPU): 50.0 |\n"
     )
@@ -114,6 +114,8 @@ def test_words_of_another_rank_behind_a_line_of_the_log_are_left_out(program: Mo
         {"iteration": 4, "elapsed time per iteration (ms)": 400.0, "throughput per GPU (TFLOP/s/GPU)": 50.0},
     ]
     assert record["tflop_per_iteration"] == 20.0
+    damaged = program.what_log_says(log.replace("iteration (ms): 400.0", "iteration (ms): 4x0.0"))
+    assert "tflop_per_iteration" not in damaged
 
 
 def test_a_script_that_fails_is_reported_and_the_others_run(
