@@ -1,4 +1,4 @@
-"""In verl's actor with FSDP2 workers, as docs/rl.md sets it up, on two ranks.
+"""In verl's actor with FSDP2 workers, as docs/rl.md sets it up, on two CPU ranks, and on one and two GPUs.
 
 The scenarios are in verl_scenarios.py.
 """
@@ -24,11 +24,24 @@ SCENARIOS = (
 pytestmark = [needs("verl", "transformers", "peft", "ray"), pytest.mark.xdist_group("verl")]
 
 
-@pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
+ON_GPU = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}  # the same bits each time
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((2, ON_CPU), id="2 CPU ranks"),
+        pytest.param((1, ON_GPU), id="1 GPU", marks=pytest.mark.gpu),
+        pytest.param((2, ON_GPU), id="2 GPUs", marks=pytest.mark.multi_gpu),
+    ],
+)
+def failed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     script = str(Path(__file__).with_name("verl_scenarios.py"))
-    folder = tmp_path_factory.mktemp("verl")
-    return run_ranks(script, 2, folder, SCENARIOS, limit_s=LIMIT_S, environment={"CUDA_VISIBLE_DEVICES": ""})
+    ranks, environment = request.param
+    return run_ranks(
+        script, ranks, tmp_path_factory.mktemp("verl"), SCENARIOS, limit_s=LIMIT_S, environment=environment
+    )
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -1,4 +1,4 @@
-"""Scenarios of tests/test_verl.py, run by every rank of a gloo group:
+"""Scenarios of tests/test_verl.py, run by every rank, on GPUs where it sees any:
 ``verl_scenarios.py FOLDER NAME...``.
 
 verl's own FSDP engine builds the model, the optimizer and the schedule, runs forward and backward
@@ -14,17 +14,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ["VERL_PLATFORM"] = "cpu"
-
 import ranks
 import torch
 import torch.distributed as dist
+
+os.environ["VERL_PLATFORM"] = "nvidia" if torch.cuda.is_available() else "cpu"
+
 from verl.plugin.platform.platform_cuda import PlatformCUDA
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 
-torch.cpu.set_rng_state = torch.set_rng_state  # type: ignore[attr-defined] - verl asks the device for it
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    torch.cpu.set_rng_state = torch.set_rng_state  # type: ignore[attr-defined] - verl asks the device for it
 
 FOLDER = Path()
 SCENARIOS: dict[str, Callable[[], None]] = {}
@@ -115,7 +118,13 @@ def build_engine(*, lora_rank: int = 0, model_dtype: str = "fp32", engine: Any =
             override_config={"attn_implementation": "eager"},
             lora_rank=lora_rank,
         ),
-        FSDPEngineConfig(strategy="fsdp2", use_torch_compile=False, model_dtype=model_dtype, **(engine or {})),
+        FSDPEngineConfig(
+            strategy="fsdp2",
+            use_torch_compile=False,
+            model_dtype=model_dtype,
+            full_determinism=ON_GPU,
+            **(engine or {}),
+        ),
         omega_conf_to_dataclass(
             OmegaConf.create({**SCHEDULE, **optimizer}), FSDPOptimizerConfig
         ),  # as from the command line
@@ -163,7 +172,7 @@ def update(engine: Any, steps: range) -> list[tuple[float, float]]:
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    return getattr(value, "_local_tensor", value).detach().clone()
+    return getattr(value, "_local_tensor", value).detach().cpu().clone()
 
 
 def snapshot(engine: Any) -> dict[str, Any]:
@@ -289,7 +298,9 @@ def a_gradient_that_is_not_finite_skips_the_update() -> None:
 def main() -> None:
     global FOLDER
     FOLDER = Path(sys.argv[1])
-    ranks.main(SCENARIOS, sys.argv[2:], backend="gloo", limit_s=120)
+    if ON_GPU:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    ranks.main(SCENARIOS, sys.argv[2:], backend="cpu:gloo,cuda:nccl" if ON_GPU else "gloo", limit_s=120)
 
 
 if __name__ == "__main__":
