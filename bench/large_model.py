@@ -74,9 +74,10 @@ LIBRARY_BYTES = 3 * 10**8
 """GPU memory that kernels of libraries take when they are loaded, beside what torch allocates."""
 PEAK_LR = 1e-4
 WARM_UP = 2000
-"""Iterations of linear warm-up.
+"""Iterations of linear warm-up, unless the command line says so.
 
-A model of this width that starts at the full rate predicts the same for all tokens.
+A model of this width that starts at the full rate predicts the same for all tokens. The more layers
+and the wider they are, the longer the warm-up has to be.
 """
 
 TINY = {"layers": 2, "width": 128, "vocab": 512, "length": 32, "batch": 2, "iterations": 3, "text_bytes": 2**20}
@@ -284,7 +285,7 @@ def train(
         if index > 2 and ended + longest > deadline:
             return
         for group in optimizer.param_groups:
-            group["lr"] = PEAK_LR * min(1.0, (index + 1) / WARM_UP)
+            group["lr"] = PEAK_LR * min(1.0, (index + 1) / options.warm_up)
         began = mark(device)
         loss = torch.zeros((), device=device)
         for _ in range(options.microbatches):
@@ -377,7 +378,7 @@ def case_records(options: argparse.Namespace) -> Iterator[Record]:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     predicted = predict(options, gpu_bytes, host_bytes)
     names = ("layers", "width", "vocab", "length", "batch", "microbatches", "window_bytes", "in_backward", "moments")
-    names = (*names, "params_on_host", "optimizer")
+    names = (*names, "params_on_host", "optimizer", "warm_up")
     record: Record = {
         "param_numel": param_numel(options.layers, options),
         **{name: getattr(options, name) for name in names},
@@ -631,6 +632,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="sequences of a microbatch")
     parser.add_argument("--microbatches", type=int, help="of an iteration; default: 2, and 1 with --in-backward")
     parser.add_argument("--iterations", type=int, default=8)
+    parser.add_argument(
+        "--warm-up", type=int, default=WARM_UP, help="iterations until the full learning rate; default: %(default)s"
+    )
     parser.add_argument("--window-bytes", type=lambda text: text if text == "auto" else int(float(text)), default=0)
     parser.add_argument("--moments", choices=MOMENTS, default="bf16")
     parser.add_argument("--in-backward", action="store_true", help="step_in_backward: no clipping, one microbatch")
