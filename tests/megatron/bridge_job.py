@@ -3,10 +3,10 @@
 
 A tiny GPT trains with this optimizer and with the stock one, each in a process of its own: from the
 start, from loaded weights alone, adapters alone (LoRA), and over NCCL also with layers of
-TransformerEngine whose activations Megatron moves to the host and back. Runs that go on from a checkpoint have
-to have the losses and gradient norms of the uninterrupted ones in every digit. So do both
-optimizers where TransformerEngine's FusedAdam is the stock one. torch's AdamW, where there is no
-TransformerEngine, rounds otherwise.
+TransformerEngine whose activations Megatron moves to the host and back; a run that moves none
+fails. Runs that go on from a checkpoint have to have the losses and gradient norms of the
+uninterrupted ones in every digit. So do both optimizers where TransformerEngine's FusedAdam is the
+stock one. torch's AdamW, where there is no TransformerEngine, rounds otherwise.
 """
 
 from __future__ import annotations
@@ -187,6 +187,11 @@ def train(folder: Path, run: str, optimizer: str, backend: str) -> None:
 
     loop.train_step = step_and_look
     pretrain(config(folder, run, optimizer, backend), forward_step)
+    if "activations" in run:
+        from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+
+        if not PipelineOffloadManager.get_instance().offload_summary_total_bytes:
+            raise AssertionError("no activations were moved")
     (folder / f"{optimizer} {run}.json").write_text(json.dumps(log))
 
 
