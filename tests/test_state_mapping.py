@@ -18,6 +18,7 @@ from helpers import unchanged
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.formats import FP32, join_remainder
+from fused_offload.memory import cuda_ipc
 from fused_offload.state.entry import StateEntry
 from fused_offload.state.mapping import StateMapping
 from fused_offload.state.param_state import StateHooks
@@ -243,6 +244,53 @@ def test_a_value_by_itself_takes_its_own_bytes(device: torch.device, format: str
     for entry in optimizer.state.values():  # writers that keep what fills its storage copy these
         for view in entry.storage.views.values():
             assert view.untyped_storage().nbytes() == view.nbytes + view.itemsize
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.5])
+@each_format
+def test_resident_values_go_to_another_process_as_views_of_all_memory(
+    device: torch.device, format: str, fraction: float
+) -> None:
+    """CUDA shares allocations only, and a value's storage is a part of one."""
+    _, optimizer = make(device, format, offload=OffloadConfig(fraction=fraction))
+    memories: dict[int, torch.Tensor] = {}
+    seen = 0
+    for entry in optimizer.state.values():
+        extent = entry.storage.extent
+        memory = extent._memory
+        if device.type == "cpu":  # an extent does this itself on a GPU
+            cuda_ipc.make_parts_shareable(memory)
+        memories[memory.data_ptr()] = memory
+        for key, value in entry.storage.views.items():
+            sent = cuda_ipc.over_allocation(value)
+            if memory.device.type == device.type:
+                seen += 1
+                assert sent.untyped_storage().data_ptr() == memory.data_ptr(), key
+            assert (sent.dtype, sent.shape, sent.stride()) == (value.dtype, value.shape, value.stride())
+            assert sent.data_ptr() == value.data_ptr()
+    assert seen
+    elsewhere = torch.zeros(3, device=device)
+    assert cuda_ipc.over_allocation(elsewhere) is elsewhere
+
+
+@pytest.mark.gpu
+@each_format
+def test_resident_values_arrive_in_another_process(format: str) -> None:
+    _, optimizer = make(torch.device("cuda"), format, offload=OffloadConfig(fraction=0.0))
+    values = [value.detach() for entry in optimizer.state.values() for value in entry.storage.views.values()]
+    context = torch.multiprocessing.get_context("spawn")
+    sent, returned = context.SimpleQueue(), context.SimpleQueue()
+    child = context.Process(target=_return_on_cpu, args=(sent, returned))
+    child.start()
+    sent.put(values)  # in this thread, where it fails for all to see
+    arrived = returned.get()
+    child.join()
+    for value, copied in zip(values, arrived, strict=True):
+        assert torch.equal(value.cpu().view(torch.uint8), torch.from_numpy(copied))
+
+
+def _return_on_cpu(sent: Any, returned: Any) -> None:
+    returned.put([value.cpu().view(torch.uint8).numpy() for value in sent.get()])
 
 
 def test_a_deep_copy_keeps_what_is_shared_shared(device: torch.device) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fused_offload.kernels.formats import Stored, encode_
-from fused_offload.memory import numa
+from fused_offload.memory import cuda_ipc, numa
 from fused_offload.memory.pinned import PinnedSlab
 from fused_offload.state.layout import Layout, extent_place
 
@@ -62,6 +62,8 @@ class Extent:
                 else self.slab.bytes
             )
             self.stored = place.carve(self._memory)
+        if self._memory.device.type == "cuda":
+            cuda_ipc.make_parts_shareable(self._memory)
 
     @property
     def is_pinned(self) -> bool:

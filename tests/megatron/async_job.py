@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import functools
 import gc
 import io
@@ -43,6 +44,8 @@ BEFORE, AFTER = 3, 3
 BUCKET_SIZE = 2**20 if job.DEVICE == "cuda" else job.SEVERAL_BUCKETS
 ALL = 2**30
 """Bytes of a window for all of the state."""
+LIMIT_S = 120
+"""Seconds for a case. A writer that could not be sent what to write waits without end."""
 
 
 class Case(NamedTuple):
@@ -245,12 +248,14 @@ def run_case(case: Case, folder: Path) -> dict[str, Any]:
     from torch.distributed.checkpoint.api import CheckpointException
 
     started = time.monotonic()
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)
     try:
         outcome = compare(case, folder)
     except NotInReleaseError as reason:
         outcome = {"wrong": [], "said": f"not run: {reason}", "not run": True}
     except (Exception, CheckpointException):  # which is none
         outcome = {"wrong": [traceback.format_exc()], "said": ""}
+    faulthandler.cancel_dump_traceback_later()
     gc.collect()
     return {**outcome, "seconds": time.monotonic() - started}
 
