@@ -137,19 +137,19 @@ def other_bytes(layers: int, options: argparse.Namespace) -> int:
     """Estimates what a pass needs on the GPU beside parameters and gradients, an upper bound.
 
     Kept are the input of every block, the activations and gradients of the block that is computed
-    again (34 times its width), the logits of one part of the loss in bfloat16 and float32 with
+    again (22 times its width), the logits of one part of the loss in bfloat16 and float32 with
     gradients, and gradients of embedding and output layer before they are added up.
     """
     tokens = options.batch * options.length
     logits = 16 * min(LOSS_TOKENS, tokens) * options.vocab
     if not options.params_on_host:
-        activations = 2 * tokens * options.width * (layers + 34)
+        activations = 2 * tokens * options.width * (layers + 22)
         return activations + logits + 3 * 2 * options.vocab * options.width
-    # Beside the inputs of every block: input, output and their gradients; what one sequence takes
-    # in a block; a block, its gradients, and these twice more while FSDP reduces and copies them;
-    # embedding and output layer with their gradients.
-    activations = 2 * tokens * options.width * (layers + 4) + 2 * options.length * options.width * 34
-    return activations + logits + 4 * 2 * layer_numel(options.width) + 4 * 2 * options.vocab * options.width
+    # Beside the inputs of every block: gradients of an output and an input; what one sequence takes
+    # in a block; a block, its gradients, and the block that FSDP fetches meanwhile; embedding,
+    # output layer and the gradients of the latter.
+    activations = 2 * tokens * options.width * (layers + 2) + 2 * options.length * options.width * 22
+    return activations + 3 * 2 * layer_numel(options.width) + 3 * 2 * options.vocab * options.width
 
 
 @torch.no_grad()

@@ -171,7 +171,8 @@ def _large_lines(record: Record) -> Iterator[str]:
     header = (
         *("case", "parameters", "tokens an iteration", "tokens/s", "TFLOP/s", "with recomputation", "of peak"),
         *("passes, ms", "step adds, ms", "planned at least"),
-        *("step alone, ms", "planned", "/ copies alone", "host GB", "planned", "peak GPU GB", "loss, first to last"),
+        *("step alone, ms", "planned", "/ copies alone", "host GB", "planned", "peak GPU GB", "planned"),
+        "loss, first to last",
     )
 
     def line(name: str, case: Record) -> tuple[str, ...]:
@@ -195,6 +196,7 @@ def _large_lines(record: Record) -> Iterator[str]:
             number(case["host_bytes"] / 1e9),
             number(planned["host_bytes"]["rank"] / 1e9),
             number(case["peak_bytes"] / 1e9) if "peak_bytes" in case else "",
+            number(planned["gpu_bytes"]["total"] / 1e9),
             f"{losses[0]:.2f} to {losses[-1]:.2f}",
         )
 

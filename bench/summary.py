@@ -73,22 +73,11 @@ def summary(everything: Sequence[Source]) -> Iterator[str]:
         yield from _peers_summary(found["peers"])
     if "training" in found:
         yield from _loop_summary(found["training"])
-    if "window" in found:
-        yield _window_summary(found["window"])
-    shown = set()  # of several runs of a case, the newest
-    for results in everything:
-        for case in results.record.get("large", {}).values():
-            model = case.get("param_numel"), case.get("tokens"), case.get("gpu_limit_bytes")
-            if model not in shown and _is_training(case):
-                yield _large_summary(results, case)
-                shown.add(model)
+    for cases in _large_cases(everything):
+        yield _large_summary(cases)
     for results in everything:
         if {"stock", *_WHOLE_CASES} <= results.record.get("whole", {}).keys():
             yield _whole_summary(results)
-            break
-    for results in everything:
-        if {"hybrid", "offload-12B", "resident-12B"} <= results.record.get("cases", {}).keys():
-            yield _megatron_summary(results)
             break
     for results in everything:
         if "12B" in results.record.get("together", {}).get("forms", {}):
@@ -149,31 +138,49 @@ def _loop_summary(results: Source) -> Iterator[str]:
         )
 
 
-def _window_summary(results: Source) -> str:
-    four, eight = (results.loop[f"window-6B-{count}"]["added_ms"] for count in (4, 8))
+def _large_cases(everything: Sequence[Source]) -> Iterator[list[tuple[Source, Record]]]:
+    """Cases of `large_model.py` that trained, a list for each model; of several runs the newest."""
+    models: dict[tuple[int, int | None], dict[tuple[str, int], tuple[Source, Record]]] = {}
+    for results in everything:
+        for case in results.record.get("large", {}).values():
+            if "tokens_per_s" in case and not case.get("failed") and len(case["iterations"]) > 1:
+                runs = models.setdefault((case["param_numel"], case.get("gpu_limit_bytes")), {})
+                runs.setdefault((case.get("optimizer", "ours"), case["tokens"]), (results, case))
+    for _, runs in sorted(models.items(), key=lambda model: -model[0][0]):
+        yield [run for _, run in sorted(runs.items(), key=lambda item: item[0])]
+
+
+def _large_summary(cases: Sequence[tuple[Source, Record]]) -> str:
+    case = cases[0][1]
+    within = f" within {case['gpu_limit_bytes'] / 1e9:.0f} GB" if case.get("gpu_limit_bytes") else ""
+    place = ", parameters and gradients on the host by FSDP2" if case.get("params_on_host") else ""
+    clipping = "no clipping by norm, gradients applied in backward" if case["in_backward"] else "clipping by norm"
     return (
-        f"**With GPU memory for the whole window** the same step adds {four:.0f} ms to an iteration of 4 microbatches "
-        f"and {eight:.0f} ms to one of 8 ({link(results)})."
+        f"**{case['param_numel'] / 1e9:.1f} billion parameters on one GPU{within}**{place}: at most "
+        f"{case['peak_bytes'] / 1e9:.1f} GB of the GPU and {case['host_bytes'] / 1e9:.1f} GB of state on the host; "
+        f"{clipping}; {'; '.join(_large_run(*run) for run in cases)}."
     )
 
 
-def _is_training(case: Record) -> bool:
-    """Tells whether a case of `large_model.py` trained for more than a few iterations."""
-    return "tokens_per_s" in case and not case.get("failed") and len(case["iterations"]) > 3
-
-
-def _large_summary(results: Source, case: Record) -> str:
+def _large_run(results: Source, case: Record) -> str:
+    if case.get("optimizer") == "torch":
+        [ours] = (
+            one
+            for one in results.record["large"].values()
+            if one["optimizer"] == "ours" and one["param_numel"] == case["param_numel"]
+        )
+        return (
+            f"with torch's fused AdamW on the CPU, all in bfloat16, {case['tokens_per_s']:,.0f} tokens/s, where "
+            f"FusedOffloadAdam has {ours['tokens_per_s']:,.0f} on the same machine ({link(results)})"
+        )
     peak = PEAK_TFLOPS.get(results.gpu)
     tflops, recomputed = model_tflops(case)
     share = "" if peak is None else f" ({tflops / peak:.0%} and {recomputed / peak:.0%} of the peak)"
     losses = [one["loss"] for one in case["iterations"]]
-    within = f" within {case['gpu_limit_bytes'] / 1e9:.0f} GB" if case.get("gpu_limit_bytes") else ""
-    clipping = "no clipping by norm, gradients applied in backward" if case["in_backward"] else "clipping by norm"
     return (
-        f"**{case['param_numel'] / 1e9:.1f} billion parameters on one GPU{within}**: {case['tokens_per_s']:,.0f} "
-        f"tokens/s at {case['tokens']:,} tokens a step; {tflops:.0f} TFLOP/s, {recomputed:.0f} with recomputation"
-        f"{share}; at most {case['peak_bytes'] / 1e9:.1f} GB of the GPU and {case['host_bytes'] / 1e9:.1f} GB of the "
-        f"host; {clipping}; loss {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} iterations ({link(results)})."
+        f"{case['tokens_per_s']:,.0f} tokens/s at {case['tokens']:,} tokens a step, {tflops:.0f} TFLOP/s, "
+        f"{recomputed:.0f} with recomputation{share}, loss {losses[0]:.2f} to {losses[-1]:.2f} in {len(losses)} "
+        f"iterations ({link(results)})"
     )
 
 
@@ -199,16 +206,6 @@ def _whole_summary(results: Source) -> str:
         f"{cases['ours-100-12B-full']['host_bytes'] / 12e9:.2f} billion parameters, with TransformerEngine's "
         f"FusedAdam: {iteration('stock')}. {others}With FusedOffloadAdam and all state on the host: {ours} "
         f"({link(results)})."
-    )
-
-
-def _megatron_summary(results: Source) -> str:
-    ours, hybrid, resident = (results.record["cases"][name][0] for name in ("offload-12B", "hybrid", "resident-12B"))
-    return (
-        f"**In Megatron-Core**, {ours['param_numel'] / 1e9:.2f} billion parameters, 12 bytes: the step takes "
-        f"{ours['median_step_ms']:.0f} ms at a peak of {max(ours['peak_bytes']) / 1e9:.1f} GB. HybridDeviceOptimizer "
-        f"takes {hybrid['median_step_ms']:,.0f} ms, and state on the GPU {resident['median_step_ms']:.0f} ms at "
-        f"{max(resident['peak_bytes']) / 1e9:.1f} GB ({link(results)})."
     )
 
 
