@@ -24,7 +24,7 @@ from fused_offload.stream.queues import CurrentStreams
 class FakeOptimizer:
     def __init__(self) -> None:
         self.events: list[str] = []
-        self.copy_s, self.allocated, self.retries, self.window = 0.5, 1000, 0, 0
+        self.copy_s, self.allocated, self.retries, self.window, self.looks = 0.5, 1000, 0, 0, 0
         self.attachment: AutoPrefetch | None = None
         self.hooks: list[Any] = []
         self.devices = Devices(OffloadConfig())
@@ -42,6 +42,7 @@ class FakeOptimizer:
         return self.copy_s
 
     def allocated_bytes(self) -> int:
+        self.looks += 1
         return self.allocated
 
     def allocation_retries(self) -> int:
@@ -160,8 +161,9 @@ def test_auto_grows_into_what_activations_gave_back(monkeypatch: pytest.MonkeyPa
     loop.iteration(2)  # there is no state yet
     # The loop learns that a backward pass begins at 1000 bytes.
     assert "prefetch" not in " ".join(loop.iteration(2))
-    loop.optimizer.allocated = 400
+    loop.optimizer.allocated, loop.optimizer.looks = 400, 0
     events = loop.iteration(2)
+    assert loop.optimizer.looks == 8  # once for each of four parameters in two passes
     assert [event for event in events if event != "forward"] == ["prefetch 600"] * 4 + ["step"]
     assert events[:2] == ["forward", "forward"]  # in the last microbatch only
     loop.optimizer.allocated = 1200  # a longer batch than the one it learned from

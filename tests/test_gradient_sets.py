@@ -18,20 +18,43 @@ from cpu_pipeline import pipeline_on_the_cpu  # noqa: F401
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.adam import launch as adam
 from fused_offload.model_hooks import backward_step
+from fused_offload.state.store import StateStore
 
 SHAPE = (16,)
 
 
-def build(count: int, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], FusedOffloadAdam]:
+def build(count: int, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[Any], FusedOffloadAdam]:
     """Through the GPU's pipeline, whose kernels do nothing."""
     monkeypatch.setattr(adam, "adam_step_", lambda *arguments: None)
     params = [torch.nn.Parameter(torch.zeros(SHAPE)) for _ in range(count)]
     grads = [torch.ones(SHAPE) for _ in range(count)]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
-    optimizer = FusedOffloadAdam(params, offload=OffloadConfig(chunk_bytes=2**20))
+    optimizer = FusedOffloadAdam(params, offload=OffloadConfig(chunk_bytes=2**20, **options))
     optimizer.step()
     return params, optimizer
+
+
+def test_a_prefetch_that_adds_nothing_looks_at_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks call it tens of times in a backward pass in which the GPU may wait for the host."""
+    _, optimizer = build(20, monkeypatch, window_bytes=2**20)
+    looks: list[StateStore] = []
+    extents = StateStore.extents
+    monkeypatch.setattr(StateStore, "extents", lambda self: looks.append(self) or extents(self))
+    window = optimizer._stepper.devices.window
+    optimizer.prefetch()
+    assert {block.extent for block in window()} == set(extents(looks.pop()))
+    assert not looks
+    optimizer.prefetch()
+    assert not looks
+
+    more = torch.nn.Parameter(torch.zeros(SHAPE))
+    more.grad = torch.ones(SHAPE)
+    optimizer.add_param_group({"params": [more]})
+    optimizer.step()
+    optimizer.prefetch()
+    assert {block.extent for block in window()} == set(extents(looks.pop()))
+    assert optimizer.state[more].storage.extent in {block.extent for block in window()}
 
 
 def drop_grads(params: list[Any], rng: random.Random) -> None:

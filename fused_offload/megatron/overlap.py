@@ -55,7 +55,13 @@ class Overlap:
         @functools.wraps(method)
         def prefetch_first(*args: Any, **kwargs: Any) -> Any:
             inner = self._inner()
-            if inner is not None and inner.is_attached and self._prefetch.budget_bytes is None and is_last():
+            if (
+                inner is not None
+                and inner.is_attached
+                and self._prefetch.budget_bytes is None
+                and is_last()
+                and not inner.window_bytes()  # else a forward pass has started it
+            ):
                 self._prefetch.prefetch()
             return method(*args, **kwargs)
 

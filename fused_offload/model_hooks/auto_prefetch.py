@@ -191,11 +191,15 @@ class AutoPrefetch:
         optimizer = self._optimizer
         if optimizer is None:
             return
-        if self._steps >= 1 and not optimizer.window_bytes():  # there is state, and no window yet
-            self._peak_bytes = max(self._peak_bytes, optimizer.allocated_bytes())
-        if self._steps > 1 and self._seen >= self._microbatches:
-            room = self._peak_bytes - optimizer.allocated_bytes()
-            self.budget_bytes = min(room, self._limit.limit_bytes - optimizer.window_bytes())
+        window_bytes = optimizer.window_bytes()
+        is_last = self._steps > 1 and self._seen >= self._microbatches
+        if self._steps == 0 or (window_bytes and not is_last):
+            return  # there is no state yet, or nothing to learn or to do
+        allocated_bytes = optimizer.allocated_bytes()
+        if not window_bytes:
+            self._peak_bytes = max(self._peak_bytes, allocated_bytes)
+        if is_last:
+            self.budget_bytes = min(self._peak_bytes - allocated_bytes, self._limit.limit_bytes - window_bytes)
             self.prefetch()
             self._limit.used_bytes = optimizer.window_bytes()
 

@@ -24,16 +24,13 @@ class WindowBlock(NamedTuple):
         extent: storage of the state.
         start: first element in the extent.
         numel: number of elements, a multiple of `ALIGNMENT`.
+        nbytes: GPU bytes of the block.
     """
 
     extent: Extent
     start: int
     numel: int
-
-    @property
-    def nbytes(self) -> int:
-        """GPU bytes of the block."""
-        return self.place.nbytes
+    nbytes: int
 
     @property
     def place(self) -> ArrayPlace:
@@ -60,7 +57,10 @@ def blocks_of(extents: Iterable[Extent], block_bytes: int = BLOCK_BYTES) -> list
             runs = _whole_params(extent, limit)
         else:
             runs = [(start, min(start + limit, extent.numel)) for start in range(0, extent.numel, limit)]
-        blocks += [WindowBlock(extent, start, stop - start) for start, stop in runs]
+        blocks += [
+            WindowBlock(extent, start, stop - start, block_place(extent.layout, stop - start).nbytes)
+            for start, stop in runs
+        ]
     return blocks
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -14,7 +16,7 @@ from fused_offload.params.dtensors import local_of
 from fused_offload.params.placement import Placement
 from fused_offload.params.tracker import ParamTracker, Updates
 from fused_offload.plan.planner import Planner, StepPlan
-from fused_offload.plan.window_blocks import blocks_of
+from fused_offload.plan.window_blocks import WindowBlock, blocks_of
 from fused_offload.rules.base import MASTER_PARAM, UpdateRule
 from fused_offload.state.param_state import ParamState, StateHooks
 from fused_offload.state.store import StateStore
@@ -52,6 +54,9 @@ class Stepper:
         self._misfits: dict[int, str] = {}
         self._devices_of = (-1, -1)
         self._step_devices: set[torch.device] = set()
+        self._blocks: list[WindowBlock] = []
+        self._block_ends: list[int] = []
+        self._blocks_of = -1
         self._prefetched_version = 0
         self._unconfirmed: list[ParamState] = []
         self._counted_skips = 0
@@ -120,19 +125,22 @@ class Stepper:
     def prefetch(self, window_bytes: int) -> None:
         """Enqueues the prefetch of state for the next step.
 
+        Model hooks call this many times in a backward pass, so a call that adds nothing is cheap.
+
         Args:
             window_bytes: most GPU bytes of the window, with the blocks that are loaded already.
         """
-        if not self.devices.window():
+        if self._blocks_of != self._hooks.version:
+            self._blocks_of = self._hooks.version
+            self._blocks = blocks_of(self._store.extents())
+            self._block_ends = list(accumulate(block.nbytes for block in self._blocks))
+        chosen, loaded = bisect_right(self._block_ends, window_bytes), len(self.devices.window())
+        if chosen <= loaded:
+            return
+        if not loaded:
             self._store.rehome_moved()
             self._prefetched_version = self._store.views_version()
-        chosen, used = [], 0
-        for block in blocks_of(self._store.extents()):
-            used += block.nbytes
-            if used > window_bytes:
-                break
-            chosen.append(block)
-        self.devices.prefetch(chosen)
+        self.devices.prefetch(self._blocks[:chosen])
 
     def prefetch_more(self, more_bytes: int) -> None:
         """`prefetch`, with a limit on the added blocks.
@@ -356,6 +364,7 @@ class Stepper:
         self.planner.forget()
         self._part_planners.clear()
         self._store.forget_views()
+        self._blocks, self._blocks_of = [], -1
         self._entries = []
         self._entries_made_for = (-1, -1)
 
