@@ -16,8 +16,8 @@ class StepReport:
         exposed_ms: time on the caller's stream from the call of ``step()`` to the last kernel, for
             which training waits. It includes the kernels themselves, which also run if all state is
             on the GPU. It includes the host time of the step if the stream was idle, as after
-            reading the gradient norm. An iteration may pay more: copies slow other kernels down,
-            and a window's hooks take host time and memory under the passes (docs/cost.md).
+            reading the gradient norm. An iteration may pay more: a window's hooks take host time
+            and memory under the passes (docs/cost.md).
         bytes_to_device: state that was prefetched or streamed to the device, and parameters and
             gradients that came from host memory.
         bytes_to_host: state that was written back, and parameters that went to host memory.
