@@ -153,12 +153,15 @@ def _large_cases(everything: Sequence[Source]) -> Iterator[list[tuple[Source, Re
 def _large_summary(cases: Sequence[tuple[Source, Record]]) -> str:
     case = cases[0][1]
     within = f" within {case['gpu_limit_bytes'] / 1e9:.0f} GB" if case.get("gpu_limit_bytes") else ""
-    place = ", parameters and gradients on the host by FSDP2" if case.get("params_on_host") else ""
+    place, host = "", f"{case['host_bytes'] / 1e9:.1f} GB of state on the host"
+    if case.get("params_on_host"):
+        place = ", parameters and gradients on the host by FSDP2"
+        host = f"{case['process_peak_bytes'] / 1e9:.1f} GB of the host, {case['host_bytes'] / 1e9:.1f} of them state"
     clipping = "no clipping by norm, gradients applied in backward" if case["in_backward"] else "clipping by norm"
+    runs = "; ".join(_large_run(*run) for run in cases)
     return (
         f"**{case['param_numel'] / 1e9:.1f} billion parameters on one GPU{within}**{place}: at most "
-        f"{case['peak_bytes'] / 1e9:.1f} GB of the GPU and {case['host_bytes'] / 1e9:.1f} GB of state on the host; "
-        f"{clipping}; {'; '.join(_large_run(*run) for run in cases)}."
+        f"{case['peak_bytes'] / 1e9:.1f} GB of the GPU and {host}; {clipping}; {runs}."
     )
 
 
