@@ -266,6 +266,7 @@ def test_resident_values_go_to_another_process_as_views_of_all_memory(
             if memory.device.type == device.type:
                 seen += 1
                 assert sent.untyped_storage().data_ptr() == memory.data_ptr(), key
+                assert sent.untyped_storage().nbytes() == memory.nbytes, key
             assert (sent.dtype, sent.shape, sent.stride()) == (value.dtype, value.shape, value.stride())
             assert sent.data_ptr() == value.data_ptr()
     assert seen

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
+import io
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
-from torch.multiprocessing import reductions
+from torch.multiprocessing.reductions import StorageWeakRef
 
-_ALLOCATIONS: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-"""Allocations that have storages within them, by address."""
+_ALLOCATIONS: dict[int, StorageWeakRef] = {}
+"""Allocations that have storages within them, by address. Those storages keep them alive."""
 
 
 def make_parts_shareable(memory: torch.Tensor) -> None:
@@ -18,25 +20,43 @@ def make_parts_shareable(memory: torch.Tensor) -> None:
 
     ``torch.multiprocessing`` finds the allocation of a CUDA tensor by the address of its storage,
     and fails where that lies within the allocation. Such a tensor goes as a view of all of
-    ``memory`` instead, for as long as that exists.
+    ``memory`` instead. A receiver copies it before it saves it, or it saves all of that memory.
+    Other tensors go as before.
 
     Args:
         memory: ``[nbytes]`` uint8 on a GPU, an allocation of torch's.
     """
-    _ALLOCATIONS[memory.data_ptr()] = memory
-    ForkingPickler.register(torch.Tensor, _reduce)
+    for address, reference in list(_ALLOCATIONS.items()):
+        if reference.expired():
+            _ALLOCATIONS.pop(address, None)
+    _ALLOCATIONS[memory.data_ptr()] = StorageWeakRef(memory.untyped_storage())
+    reduce = ForkingPickler(io.BytesIO()).dispatch_table[torch.Tensor]
+    if not (isinstance(reduce, partial) and reduce.func is _reduce):
+        ForkingPickler.register(torch.Tensor, partial(_reduce, reduce))
 
 
-def _reduce(tensor: torch.Tensor) -> Any:
-    return reductions.reduce_tensor(over_allocation(tensor))
+def _reduce(reduce: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    return reduce(over_allocation(tensor))
 
 
 def over_allocation(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements with the whole allocation as storage; the tensor itself if it is in none."""
-    address = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
-    for start, memory in list(_ALLOCATIONS.items()):
-        if start < address < start + memory.nbytes:
+    """The same elements with the whole allocation as storage; the tensor itself if it is in none.
+
+    Also where the tensor's storage begins with the allocation: receivers know storages by their
+    address, and would take that short one for the whole. The result has a storage object of its
+    own, since torch keeps a record of each send with the storage for as long as that lives.
+    """
+    if tensor.layout != torch.strided:
+        return tensor
+    part = tensor.untyped_storage()
+    for reference in list(_ALLOCATIONS.values()):  # to which other threads add
+        memory = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+        # A forked process may have other memory at an address of the GPU's.
+        if memory is None or memory.device != part.device:
+            continue
+        first = part.data_ptr() - memory.data_ptr()
+        if 0 <= first < memory.nbytes():
             whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            offset = (tensor.data_ptr() - start) // tensor.itemsize
-            return whole.set_(memory.untyped_storage(), offset, tensor.shape, tensor.stride())
+            offset = first // tensor.itemsize + tensor.storage_offset()
+            return whole.set_(memory[:], offset, tensor.shape, tensor.stride())
     return tensor
