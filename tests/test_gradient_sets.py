@@ -57,6 +57,20 @@ def test_a_prefetch_that_adds_nothing_looks_at_no_parameter(monkeypatch: pytest.
     assert optimizer.state[more].storage.extent in {block.extent for block in window()}
 
 
+def test_storage_that_a_parameter_had_is_freed_with_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    (param,), optimizer = build(1, monkeypatch, window_bytes=2**20)
+    optimizer.prefetch()
+    optimizer.step()
+    extent = weakref.ref(optimizer.state[param].storage.extent)
+    for key in ("exp_avg", "exp_avg_sq"):  # pruned or grown together with its parameter
+        optimizer.state[param][key] = torch.ones(300)
+    param.data, param.grad = torch.zeros(300), torch.ones(300)
+    assert extent() is not None
+    optimizer.step()
+    gc.collect()
+    assert extent() is None
+
+
 def drop_grads(params: list[Any], rng: random.Random) -> None:
     for param in params:
         param.grad = torch.ones(SHAPE) if rng.random() < 0.7 else None

@@ -308,6 +308,7 @@ class Stepper:
         if known is None or (
             self._some_without_entry and any(known[position] is None for position in updates.positions)
         ):
+            self._forget_blocks()  # of storage that a parameter may have had before
             params = wanted()
             self._store.ensure(params, params)
             self._store.rehome()
@@ -364,9 +365,12 @@ class Stepper:
         self.planner.forget()
         self._part_planners.clear()
         self._store.forget_views()
-        self._blocks, self._blocks_of = [], -1
+        self._forget_blocks()
         self._entries = []
         self._entries_made_for = (-1, -1)
+
+    def _forget_blocks(self) -> None:
+        self._blocks, self._blocks_of = [], -1
 
 
 def _next_step(group: Mapping[str, Any]) -> int:
