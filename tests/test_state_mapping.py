@@ -280,11 +280,11 @@ def test_resident_values_arrive_in_another_process(format: str) -> None:
     _, optimizer = make(torch.device("cuda"), format, offload=OffloadConfig(fraction=0.0))
     values = [value.detach() for entry in optimizer.state.values() for value in entry.storage.views.values()]
     context = torch.multiprocessing.get_context("spawn")
-    sent, returned = context.SimpleQueue(), context.SimpleQueue()
+    sent, returned = context.SimpleQueue(), context.Queue()
     child = context.Process(target=_return_on_cpu, args=(sent, returned))
     child.start()
     sent.put(values)  # in this thread, where it fails for all to see
-    arrived = returned.get()
+    arrived = returned.get(timeout=120)
     child.join()
     for value, copied in zip(values, arrived, strict=True):
         assert torch.equal(value.cpu().view(torch.uint8), torch.from_numpy(copied))
