@@ -35,8 +35,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.model_hooks import backward_step
+from fused_offload.plan import planner
 from fused_offload.plan.window_blocks import blocks_of
-from fused_offload.step import stepper
 from fused_offload.stream import prefetch
 
 FOLDER = Path()
@@ -204,7 +204,7 @@ def window_memory_comes_from_the_stream_of_the_forward_pass() -> None:
     runs = []
     hooks: set[int] = set()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stepper, "blocks_of", functools.partial(blocks_of, block_bytes=2**20))
+        patch.setattr(planner, "blocks_of", functools.partial(blocks_of, block_bytes=2**20))
         patch.setattr(prefetch.Window, "_memory", spy)
         for offload in (OffloadConfig(chunk_bytes=2**20, window_bytes="auto"), RESIDENT):
             model, optimizer = build(offload)

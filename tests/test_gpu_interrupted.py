@@ -17,8 +17,8 @@ from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.adam import launch as adam
 from fused_offload.memory import cuda_driver
 from fused_offload.model_hooks import backward_step
+from fused_offload.plan import planner
 from fused_offload.plan.window_blocks import blocks_of
-from fused_offload.step import stepper
 
 pytestmark = pytest.mark.gpu
 
@@ -112,7 +112,7 @@ def expected(steps: int) -> Outcome:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the few parameters here fill several blocks and parts."""
     monkeypatch.setattr(backward_step, "PART_BYTES", MIB)
-    monkeypatch.setattr(stepper, "blocks_of", functools.partial(blocks_of, block_bytes=3 * MIB))
+    monkeypatch.setattr(planner, "blocks_of", functools.partial(blocks_of, block_bytes=3 * MIB))
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

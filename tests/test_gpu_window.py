@@ -15,8 +15,8 @@ from gpu_training import FORMATS, Outcome, assert_same, build, differs, outcome,
 from test_gpu_streaming import MIB, RESIDENT, STREAMS, delay
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.plan import planner
 from fused_offload.plan.window_blocks import blocks_of
-from fused_offload.step import stepper
 
 pytestmark = pytest.mark.gpu
 
@@ -26,7 +26,7 @@ ALL = 2**40
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the few parameters here fill many blocks, and a block holds several of them."""
-    monkeypatch.setattr(stepper, "blocks_of", functools.partial(blocks_of, block_bytes=3 * MIB))
+    monkeypatch.setattr(planner, "blocks_of", functools.partial(blocks_of, block_bytes=3 * MIB))
 
 
 def window(nbytes: int, **fields: Any) -> OffloadConfig:

@@ -34,8 +34,8 @@ from fused_offload.memory.staging_ring import ENQUEUE_LOCK
 from fused_offload.model_hooks import backward_step
 from fused_offload.params import placement
 from fused_offload.params.placement import Placement
+from fused_offload.plan import planner
 from fused_offload.plan.window_blocks import blocks_of
-from fused_offload.step import stepper
 from fused_offload.stream import queues
 from fused_offload.stream.queues import DeviceQueues
 
@@ -149,7 +149,7 @@ def placed(param: torch.Tensor) -> Placement:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stepper, "blocks_of", lambda extents: blocks_of(extents, CHUNK_BYTES))
+    monkeypatch.setattr(planner, "blocks_of", lambda extents: blocks_of(extents, CHUNK_BYTES))
     monkeypatch.setattr(backward_step, "PART_BYTES", 1000)
     monkeypatch.setattr(queues, "TURN_BYTES", 1000)
 

@@ -12,8 +12,8 @@ from torch import nn
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.model_hooks import backward_step
+from fused_offload.plan import planner
 from fused_offload.plan.window_blocks import blocks_of
-from fused_offload.step import stepper
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +42,7 @@ def te() -> Any:
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes at which these parameters take several parts and window blocks, and one fits no block."""
     monkeypatch.setattr(backward_step, "PART_BYTES", 256 * 1024)
-    monkeypatch.setattr(stepper, "blocks_of", lambda extents: blocks_of(extents, 4 * MIB))
+    monkeypatch.setattr(planner, "blocks_of", lambda extents: blocks_of(extents, 4 * MIB))
 
 
 def make_params(te: Any, recipe: str) -> list[Any]:

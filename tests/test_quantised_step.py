@@ -21,9 +21,9 @@ from test_simulated_device import Device, run
 from fused_offload import FusedOffloadAdam
 from fused_offload.model_hooks import backward_step
 from fused_offload.optimizer import OffloadOptimizer
+from fused_offload.plan import planner
 from fused_offload.plan.window_blocks import blocks_of
 from fused_offload.rules.arguments import MASTER_FORMATS
-from fused_offload.step import stepper
 
 SHAPES = ((256,), (2, 257), (30, 4), (1,), (7, 17), (130, 140), (256, 2), (3, 3), (128,))
 """One chunk, more than two, three in one, one element, tiles that end early, two chunks."""
@@ -57,7 +57,7 @@ def fresh_notes() -> None:
 @pytest.fixture(scope="module", autouse=True)
 def small_pieces() -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stepper, "blocks_of", lambda extents: blocks_of(extents, 8192))
+        patch.setattr(planner, "blocks_of", lambda extents: blocks_of(extents, 8192))
         patch.setattr(backward_step, "PART_BYTES", 1000)
         yield
 

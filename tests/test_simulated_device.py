@@ -35,8 +35,9 @@ from fused_offload.model_hooks import backward_step
 from fused_offload.optimizer import OffloadOptimizer
 from fused_offload.params import placement
 from fused_offload.params.placement import Placement
+from fused_offload.plan import planner
 from fused_offload.plan.window_blocks import blocks_of
-from fused_offload.step import clipping, stepper
+from fused_offload.step import clipping
 from fused_offload.stream import pipeline, queues, step_upload
 from fused_offload.stream import skip_counter as skips
 from fused_offload.stream.pipeline import Pipeline
@@ -519,7 +520,7 @@ SCENARIOS: list[Scenario] = [
 def small_pieces() -> Iterator[None]:
     """Sizes at which a few hundred elements take several chunks, blocks, parts and outcomes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(stepper, "blocks_of", lambda extents: blocks_of(extents, CHUNK_BYTES))
+        patch.setattr(planner, "blocks_of", lambda extents: blocks_of(extents, CHUNK_BYTES))
         patch.setattr(skips, "MAX_PENDING", 3)
         patch.setattr(backward_step, "PART_BYTES", 1000)
         patch.setattr(queues, "TURN_BYTES", 1000)

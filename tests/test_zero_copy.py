@@ -86,7 +86,7 @@ def test_zero_copy_equals_resident_and_copies(formats: str, grids: list[int]) ->
 def test_half_in_the_window(zero_copy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is prefetched is stepped on the GPU, whatever happens to the rest."""
     blocks_of = window_blocks.blocks_of
-    monkeypatch.setattr("fused_offload.step.stepper.blocks_of", lambda extents: blocks_of(extents, 6 * 1024))
+    monkeypatch.setattr("fused_offload.plan.planner.blocks_of", lambda extents: blocks_of(extents, 6 * 1024))
     config = OffloadConfig(window_bytes=7_000, transport="zero_copy" if zero_copy else "copy")
     expected = snapshot(train("remainder_bf16", OffloadConfig(fraction=0.0)))
     assert_same_snapshot(snapshot(train("remainder_bf16", config, prefetched=True)), expected)

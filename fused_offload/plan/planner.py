@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -23,7 +24,7 @@ from fused_offload.state.store import PlannedPlace
 from .chunks import Chunk, Piece, Segment, chunks_of_kind, make_plan
 from .operations import Operation, WorkMemory, behind, in_order, placed
 from .transfer_settings import Streaming, streaming_of
-from .window_blocks import Cut, WindowBlock, cut_at_blocks
+from .window_blocks import Cut, WindowBlock, blocks_of, cut_at_blocks
 
 _PLANS_KEPT = 8  # models with idle experts alternate between a few sets of gradients
 
@@ -93,12 +94,14 @@ class _TwoPhases(NamedTuple):
 
 
 class Planner:
-    """Makes plans and keeps the most recent ones, by the inputs they were made from."""
+    """Makes plans and keeps the most recent ones, by the inputs they were made from; and blocks."""
 
     def __init__(self, config: OffloadConfig) -> None:
         """Starts without plans."""
         self._config = config
         self._plans: OrderedDict[Hashable, StepPlan] = OrderedDict()
+        self._blocks: list[WindowBlock] | None = None
+        self._block_ends: list[int] = []
         self._version = -1
 
     def plan(
@@ -119,9 +122,7 @@ class Planner:
                 initial again.
             window: blocks that are on the GPU or on their way there.
         """
-        if version != self._version:
-            self.forget()
-            self._version = version
+        self._keep_only(version)
         key = (updates.signature, tuple(window))
         plan = self._plans.get(key)
         if plan is None or plan.initial:  # the step of that plan may have written initial state
@@ -132,9 +133,31 @@ class Planner:
         self._plans.move_to_end(key)
         return plan
 
+    def blocks_within(self, window_bytes: int, extents: Callable[[], list[Extent]], version: int) -> list[WindowBlock]:
+        """As many of the first window blocks as fit into a window.
+
+        Model hooks ask many times in a backward pass, so all blocks are listed once for a version.
+
+        Args:
+            window_bytes: GPU bytes of the window.
+            extents: returns the optimizer's extents.
+            version: as in `plan`.
+        """
+        self._keep_only(version)
+        if self._blocks is None:
+            self._blocks = blocks_of(extents())
+            self._block_ends = list(itertools.accumulate(block.nbytes for block in self._blocks))
+        return self._blocks[: bisect_right(self._block_ends, window_bytes)]
+
+    def _keep_only(self, version: int) -> None:
+        if version != self._version:
+            self.forget()
+            self._version = version
+
     def forget(self) -> None:
-        """Drops all plans, which hold references to storage."""
+        """Drops all plans and blocks, which hold references to storage."""
         self._plans.clear()
+        self._blocks = None
 
     def _make(
         self, updates: Updates, entries: list[ParamState], phases: Sequence[Phase], window: Sequence[WindowBlock]

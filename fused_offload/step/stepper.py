@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from typing import Any, cast
 
 import torch
@@ -16,7 +14,6 @@ from fused_offload.params.dtensors import local_of
 from fused_offload.params.placement import Placement
 from fused_offload.params.tracker import ParamTracker, Updates
 from fused_offload.plan.planner import Planner, StepPlan
-from fused_offload.plan.window_blocks import WindowBlock, blocks_of
 from fused_offload.rules.base import MASTER_PARAM, UpdateRule
 from fused_offload.state.param_state import ParamState, StateHooks
 from fused_offload.state.store import StateStore
@@ -54,9 +51,6 @@ class Stepper:
         self._misfits: dict[int, str] = {}
         self._devices_of = (-1, -1)
         self._step_devices: set[torch.device] = set()
-        self._blocks: list[WindowBlock] = []
-        self._block_ends: list[int] = []
-        self._blocks_of = -1
         self._prefetched_version = 0
         self._unconfirmed: list[ParamState] = []
         self._counted_skips = 0
@@ -130,17 +124,14 @@ class Stepper:
         Args:
             window_bytes: most GPU bytes of the window, with the blocks that are loaded already.
         """
-        if self._blocks_of != self._hooks.version:
-            self._blocks_of = self._hooks.version
-            self._blocks = blocks_of(self._store.extents())
-            self._block_ends = list(accumulate(block.nbytes for block in self._blocks))
-        chosen, loaded = bisect_right(self._block_ends, window_bytes), len(self.devices.window())
-        if chosen <= loaded:
+        chosen = self.planner.blocks_within(window_bytes, self._store.extents, self._hooks.version)
+        loaded = self.devices.window()
+        if len(chosen) <= len(loaded):
             return
         if not loaded:
             self._store.rehome_moved()
             self._prefetched_version = self._store.views_version()
-        self.devices.prefetch(self._blocks[:chosen])
+        self.devices.prefetch(chosen)
 
     def prefetch_more(self, more_bytes: int) -> None:
         """`prefetch`, with a limit on the added blocks.
@@ -308,7 +299,6 @@ class Stepper:
         if known is None or (
             self._some_without_entry and any(known[position] is None for position in updates.positions)
         ):
-            self._forget_blocks()  # of storage that a parameter may have had before
             params = wanted()
             self._store.ensure(params, params)
             self._store.rehome()
@@ -365,12 +355,8 @@ class Stepper:
         self.planner.forget()
         self._part_planners.clear()
         self._store.forget_views()
-        self._forget_blocks()
         self._entries = []
         self._entries_made_for = (-1, -1)
-
-    def _forget_blocks(self) -> None:
-        self._blocks, self._blocks_of = [], -1
 
 
 def _next_step(group: Mapping[str, Any]) -> int:
