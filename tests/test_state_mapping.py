@@ -253,14 +253,11 @@ def test_resident_values_go_to_another_process_as_views_of_all_memory(
 ) -> None:
     """CUDA shares allocations only, and a value's storage is a part of one."""
     _, optimizer = make(device, format, offload=OffloadConfig(fraction=fraction))
-    memories: dict[int, torch.Tensor] = {}
     seen = 0
     for entry in optimizer.state.values():
-        extent = entry.storage.extent
-        memory = extent._memory
+        memory = entry.storage.extent._memory
         if device.type == "cpu":  # an extent does this itself on a GPU
             cuda_ipc.make_parts_shareable(memory)
-        memories[memory.data_ptr()] = memory
         for key, value in entry.storage.views.items():
             sent = cuda_ipc.over_allocation(value)
             if memory.device.type == device.type:

@@ -1,4 +1,4 @@
-"""In verl's actor with FSDP2 workers, as docs/rl.md sets it up, on two CPU ranks, and on one and two GPUs.
+"""In verl's actor with FSDP2 workers, as docs/rl.md sets it up: on two CPU ranks, one and two GPUs.
 
 The scenarios are in verl_scenarios.py.
 """

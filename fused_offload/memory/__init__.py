@@ -1,4 +1,4 @@
-"""Host and GPU memory: page-locked slabs, host limits, NUMA nodes, driver calls, IPC, the staging ring.
+"""Host and GPU memory: slabs, host limits, NUMA nodes, driver calls, IPC, the staging ring.
 
 Imports no other room; knows nothing of parameters, state or steps.
 

@@ -65,9 +65,13 @@ class _Finder(MetaPathFinder, Loader):
 
 def make_up(package: str) -> None:
     """Makes up a package and everything in it."""
+    _forget(package)
+    sys.meta_path.insert(0, _Finder(package))
+
+
+def _forget(package: str) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         del sys.modules[name]
-    sys.meta_path.insert(0, _Finder(package))
 
 
 def import_making_up(module: str, own: Sequence[str]) -> list[str]:
@@ -90,5 +94,4 @@ def import_making_up(module: str, own: Sequence[str]) -> list[str]:
                 raise
         made.append(package)
         make_up(package)
-        for name in [name for name in sys.modules if name.partition(".")[0] == module.partition(".")[0]]:
-            del sys.modules[name]  # halfway imported
+        _forget(module.partition(".")[0])  # halfway imported
