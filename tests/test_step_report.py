@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from fused_offload.profiles import profile_files as profiles
 from fused_offload.profiles.profile_files import Found
 from fused_offload.step.devices import Devices
 from fused_offload.step.step_report import combined, report_of
-from fused_offload.stream.timing import Span, StepLog, StepMarks
+from fused_offload.stream.timing import Hold, Prefetch, Span, StepLog, StepMarks
 from fused_offload.stream.write_backs import WriteBacks
 
 
@@ -39,12 +40,11 @@ def span(began: float | tuple[float, ...], ended: float, nbytes: int) -> Span:
     return Span(tuple(At(ms) for ms in times), At(ended), nbytes)
 
 
-def marks(**changed: Any) -> StepMarks:
-    """From 100 to 110 ms, 30 MB in of which 10 were prefetched, 30 MB out."""
+def marks(began: float = 100, ended: float = 110, happened: bool = True, **changed: Any) -> StepMarks:
+    """By default from 100 to 110 ms, 30 MB in of which 10 were prefetched without delay, 30 MB out."""
     fields = {
-        "began": At(100),
-        "computed": At(110),
-        "prefetched": (span(50, 51, 10_000_000),),
+        "hold": Hold(At(began), At(ended, happened)),
+        "prefetched": (Prefetch(span(50, 51, 10_000_000), Hold(At(49), At(49))),),
         "to_device": (span((100, 90), 104, 20_000_000),),
         "to_host": (span(100, 105, 20_000_000), span(110, 111, 10_000_000)),
         "window_bytes": 11_000_000,
@@ -78,7 +78,7 @@ def test_nothing_moved() -> None:
 
 
 def test_parts_of_a_step_add_up() -> None:
-    part, other = marks(), marks(began=At(200), computed=At(205), prefetched=(), window_bytes=0)
+    part, other = marks(), marks(200, 205, prefetched=(), window_bytes=0)
     report = report_of([part, other], None)
     assert report.exposed_ms == 15
     assert report.host_ms == 8
@@ -86,6 +86,11 @@ def test_parts_of_a_step_add_up() -> None:
     assert report.to_device_gbps == pytest.approx(50 / 9)
     assert report.prefetched_share == pytest.approx(10 / 50)
     assert report.window_bytes == 11_000_000
+
+
+def test_what_prefetches_hold_up_counts_as_exposed() -> None:
+    prefetched = tuple(Prefetch(span(50, 60, 1), Hold(At(began), At(began + 3))) for began in (20, 40))
+    assert report_of([marks(prefetched=prefetched), marks(200, 205)], None).exposed_ms == 10 + 3 + 3 + 5
 
 
 class FakePipeline:
@@ -104,17 +109,17 @@ def test_the_newest_step_that_all_its_devices_are_through_with() -> None:
     devices.pipelines = {torch.device("cuda", 0): one, torch.device("cuda", 1): other}  # type: ignore[dict-item]
     assert exposed(devices) is None
     slow = At(150, happened=False)
-    one.log.add(1, marks(computed=At(101)))
-    other.log.add(1, marks(computed=At(102)))
-    one.log.add(2, marks(computed=At(103)))
-    other.log.add(2, marks(computed=At(104), to_host=(Span((At(100),), slow, 1),)))
+    one.log.add(1, marks(ended=101))
+    other.log.add(1, marks(ended=102))
+    one.log.add(2, marks(ended=103))
+    other.log.add(2, marks(ended=104, to_host=(Span((At(100),), slow, 1),)))
     assert exposed(devices) == 2  # the write-back of the second is under way on one of them
     slow.happened = True
     assert exposed(devices) == 4
-    one.log.add(3, marks(computed=At(105)))  # the other had no gradients
+    one.log.add(3, marks(ended=105))  # the other had no gradients
     assert exposed(devices) == 5
     for number in range(4, 100):
-        one.log.add(number, marks(computed=At(0, happened=False)))
+        one.log.add(number, marks(happened=False))
     assert exposed(devices) == 5  # and steps that have not ended take no more and more memory
     assert len(one.log.numbers()) < 10
 
@@ -147,7 +152,7 @@ def test_a_step_in_parts_is_reported_when_its_last_part_is_there() -> None:
 
 
 def test_several_devices_work_at_the_same_time() -> None:
-    one, other = report_of([marks()], 10.0), report_of([marks(computed=At(130), prefetched=())], 20.0)
+    one, other = report_of([marks()], 10.0), report_of([marks(ended=130, prefetched=())], 20.0)
     both = combined([one, other])
     assert both is not None
     assert both.exposed_ms == 30
@@ -192,10 +197,60 @@ def test_the_time_of_a_step_begins_with_its_call(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(optimizer._stepper._tracker, "observe", slow)
         optimizer.step()
         assert seen[0].host_ms > 50
-        assert seen[0].began is called[0][0]
+        assert seen[0].hold.began is called[0][0]
         pipeline.prefetch_host_seconds = 1.0  # of hooks before the step
         optimizer.step()
         assert seen[1].host_ms > 1000
         assert pipeline.prefetch_host_seconds == 0
+        torch.cuda.synchronize()
+        optimizer.close()
+
+
+def test_a_call_ends_with_the_last_thing_that_it_enqueues(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    import simulated_device
+    from simulated_device import SCHEDULES, SimulatedDevice
+
+    from fused_offload.memory import cuda_driver
+    from fused_offload.stream.queues import CudaOps
+
+    sim = SimulatedDevice(next(iter(SCHEDULES)))
+    with simulated_device.installed(sim, monkeypatch):
+        param = torch.nn.Parameter(sim.to_device(torch.ones(300)))
+        param.grad = sim.to_device(torch.ones(300))
+        optimizer = FusedOffloadAdam([param], offload=OffloadConfig(window_bytes=2**20))
+        optimizer.step()
+        (pipeline,) = optimizer._stepper.devices.pipelines.values()
+        enqueued: list[Any] = []
+        record = CudaOps.record
+
+        def note(ops: CudaOps, stream: Any, event: Any = None, **timing: Any) -> Any:
+            event = record(ops, stream, event, **timing)
+            enqueued.append((stream, event))
+            return event
+
+        monkeypatch.setattr(CudaOps, "record", note)
+
+        def copy(name: str, enqueue: Any, *args: Any) -> None:
+            enqueue(*args)
+            enqueued.append(name)
+
+        for name in ("copy_to_device_async", "copy_to_host_async"):
+            monkeypatch.setattr(cuda_driver, name, partial(copy, name, getattr(cuda_driver, name)))
+        seen: list[StepMarks] = []
+        monkeypatch.setattr(pipeline.log, "add", lambda number, marks: seen.append(marks))
+        optimizer.prefetch()
+        optimizer.step()
+
+        ((prefetch,), step) = seen[0].prefetched, seen[0].hold
+        caller = torch.cuda.current_stream()
+        places = [
+            enqueued.index((caller, event))
+            for event in (prefetch.hold.began, prefetch.hold.ended, step.began, step.ended)
+        ]
+        assert places == sorted(places)
+        prefetched, stepped = enqueued[places[0] : places[1]], enqueued[places[2] : places[3]]
+        assert prefetched.count("copy_to_device_async") == 2  # both moments
+        assert stepped.count("copy_to_host_async") == enqueued.count("copy_to_host_async") > 0
         torch.cuda.synchronize()
         optimizer.close()

@@ -13,11 +13,10 @@ class StepReport:
     """One step, with the prefetch before it and the write-back behind it. GB is 1e9 bytes.
 
     Attributes:
-        exposed_ms: time on the caller's stream from the call of ``step()`` to the last kernel, for
-            which training waits. It includes the kernels themselves, which also run if all state is
-            on the GPU. It includes the host time of the step if the stream was idle, as after
-            reading the gradient norm. An iteration may pay more: a window's hooks take host time
-            and memory under the passes (docs/cost.md).
+        exposed_ms: time for which ``step()`` and the prefetches before it hold up the caller's
+            stream. It includes the step's kernels, which also run if all state is on the GPU. It
+            includes host time if the stream was idle, as after reading the gradient norm. Kernels
+            that run slower beside copies are not in it.
         bytes_to_device: state that was prefetched or streamed to the device, and parameters and
             gradients that came from host memory.
         bytes_to_host: state that was written back, and parameters that went to host memory.
@@ -68,14 +67,16 @@ def report_of(parts: Sequence[StepMarks], link_gbps: float | None) -> StepReport
         parts: the step's parts, in order.
         link_gbps: speed of plain copies each way, both ways at once, or None if unknown.
     """
-    prefetched = [span for part in parts for span in part.prefetched]
+    prefetches = [prefetch for part in parts for prefetch in part.prefetched]
+    prefetched = [prefetch.copies for prefetch in prefetches]
     arriving = prefetched + [span for part in parts for span in part.to_device]
     leaving = [span for part in parts for span in part.to_host]
+    holds = [prefetch.hold for prefetch in prefetches] + [part.hold for part in parts]
     to_device = _bytes(arriving)
     speeds = [_gbps(arriving), _gbps(leaving)]
     known = [speed for speed in speeds if speed is not None]
     return StepReport(
-        exposed_ms=sum(part.began.elapsed_time(part.computed) for part in parts),
+        exposed_ms=sum(hold.ms() for hold in holds),
         bytes_to_device=to_device,
         bytes_to_host=_bytes(leaving),
         to_device_gbps=speeds[0],

@@ -85,7 +85,7 @@ from .schedule import launch_in_host_memory, launch_window, stream_chunks
 from .skip_counter import SkipCounter
 from .step_inputs import ScalerInputs, StepInputs
 from .step_upload import UploadBuffer
-from .timing import Span, StepLog, StepMarks
+from .timing import Hold, Span, StepLog, StepMarks
 from .write_backs import WriteBacks
 
 
@@ -267,10 +267,11 @@ class Pipeline:
             Span((began,), computed, plan.mapped.to_host),
             *from_window,
         )
-        prefetched = self.window.take_copies()
+        hold = Hold(called, ops.record(ops.compute, timing=True))
         host_ms = (time.perf_counter() - host_began + self.prefetch_host_seconds) * 1e3
         self.prefetch_host_seconds = 0.0
-        self.log.add(number, StepMarks(called, computed, prefetched, to_device, to_host, window_bytes, host_ms))
+        prefetched = self.window.take_prefetches()
+        self.log.add(number, StepMarks(hold, prefetched, to_device, to_host, window_bytes, host_ms))
         if step.found_inf is not None:
             self.skips.count(step.found_inf, partial(ops.record, ops.compute))
             self._computed = ops.record(ops.compute)

@@ -15,7 +15,7 @@ from fused_offload.plan.window_blocks import WindowBlock
 from .copies import Copy, bytes_of
 from .queues import CudaOps, DeviceQueues
 from .schedule import Event, LoadedBlock, WindowChunk, load_block, write_back_window
-from .timing import Span
+from .timing import Hold, Prefetch, Span
 from .write_backs import WriteBacks
 
 
@@ -39,7 +39,7 @@ class Window:
         self._queues = queues
         self._write_backs = write_backs
         self._warned_small = False
-        self._copies: list[Span] = []  # of prefetches since the last step
+        self._prefetches: list[Prefetch] = []  # since the last step
         self._began: torch.cuda.Event | None = None
         self._ended: torch.cuda.Event | None = None
         self._seconds: float | None = None
@@ -61,6 +61,7 @@ class Window:
         with ENQUEUE_LOCK, torch.cuda.device(self._queues.device):
             self._queues.begin()
             ops = CudaOps(self._queues)
+            called = ops.record(ops.compute, timing=True)
             # The measured time begins when the device reaches this point.
             ops.wait_stream(ops.h2d, ops.compute)
             began = ops.record(ops.h2d, timing=True)
@@ -77,7 +78,8 @@ class Window:
                 self.blocks[block] = loaded
                 nbytes += loaded.nbytes
             self._ended = ops.record(ops.h2d, timing=True)
-            self._copies.append(Span((began,), self._ended, nbytes))
+            hold = Hold(called, ops.record(ops.compute, timing=True))
+            self._prefetches.append(Prefetch(Span((began,), self._ended, nbytes), hold))
             self._queues.end()
 
     def _memory(self, nbytes: int) -> torch.Tensor | None:
@@ -100,16 +102,16 @@ class Window:
             self._seconds = began.elapsed_time(ended) / 1e3
         return self._seconds
 
-    def take_copies(self) -> tuple[Span, ...]:
+    def take_prefetches(self) -> tuple[Prefetch, ...]:
         """Removes and returns the prefetches since the last step, for the report of a step."""
-        copies = tuple(self._copies)
-        self._copies.clear()
-        return copies
+        prefetches = tuple(self._prefetches)
+        self._prefetches.clear()
+        return prefetches
 
     def cancel(self) -> None:
         """Discards prefetched blocks; the host copy stays authoritative."""
         self.blocks.clear()
-        self._copies.clear()
+        self._prefetches.clear()
 
     def chunks(
         self,

@@ -25,13 +25,43 @@ class Span(NamedTuple):
         return min(float(event.elapsed_time(self.ended)) for event in self.began)
 
 
+class Hold(NamedTuple):
+    """A call that enqueues work, on the caller's stream.
+
+    If that stream is busy, it passes both events together, and the call holds nothing up. If it is
+    idle, it passes each when the host enqueues it.
+
+    Attributes:
+        began: timing event on the caller's stream, enqueued first.
+        ended: the same, enqueued last.
+    """
+
+    began: Any
+    ended: Any
+
+    def ms(self) -> float:
+        """Milliseconds for which the stream was held up; both events have happened."""
+        return float(self.began.elapsed_time(self.ended))
+
+
+class Prefetch(NamedTuple):
+    """One call that enqueued copies into the window.
+
+    Attributes:
+        copies: the copies.
+        hold: the call.
+    """
+
+    copies: Span
+    hold: Hold
+
+
 class StepMarks(NamedTuple):
     """Timing events of one step on one device, recorded with its operations and read much later.
 
     Attributes:
-        began: event on the caller's stream when the step was called.
-        computed: event behind the step's last kernel.
-        prefetched: copies into the window.
+        hold: the step, from its call to its last enqueued operation; its kernels are in between.
+        prefetched: prefetches for the step.
         to_device: copies of streamed state to the device.
         to_host: write-backs.
         window_bytes: GPU bytes of the window.
@@ -39,9 +69,8 @@ class StepMarks(NamedTuple):
             before the step.
     """
 
-    began: Any
-    computed: Any
-    prefetched: tuple[Span, ...]
+    hold: Hold
+    prefetched: tuple[Prefetch, ...]
     to_device: tuple[Span, ...]
     to_host: tuple[Span, ...]
     window_bytes: int
@@ -50,7 +79,7 @@ class StepMarks(NamedTuple):
     @property
     def has_ended(self) -> bool:
         """True once the device has completed the step."""
-        return bool(self.computed.query()) and all(span.ended.query() for span in (*self.to_device, *self.to_host))
+        return bool(self.hold.ended.query()) and all(span.ended.query() for span in (*self.to_device, *self.to_host))
 
 
 class StepLog:
