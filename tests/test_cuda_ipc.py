@@ -107,6 +107,37 @@ def test_parts_can_be_sent_while_they_are_there() -> None:
     assert reference not in cuda_ipc._ALLOCATIONS.values()
 
 
+def test_sends_keep_the_memory_no_longer_than_receivers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps what was sent until it next looks which receivers are done."""
+    unclaimed: list[torch.Tensor] = []
+
+    def torchs(tensor: torch.Tensor) -> Any:
+        unclaimed.append(tensor)
+        return str, ("in another process",)
+
+    ForkingPickler.register(torch.Tensor, torchs)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "ipc_collect", unclaimed.clear)
+    memory = allocation()
+    reference, value = cuda_ipc._ALLOCATIONS[memory.data_ptr()], part(memory, 256, 60)
+    ForkingPickler.dumps(value)
+    del memory, value
+    gc.collect()
+    assert reference.expired()
+
+
+def test_forked_processes_leave_torchs_records_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is no CUDA in them, and looking for it would raise."""
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_initialized", True)
+    calls: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "ipc_collect", lambda: calls.append(True))
+    memory = allocation()
+    del memory
+    gc.collect()
+    assert not calls
+
+
 class Elsewhere:
     """GPU memory at addresses at which this process has memory of its own."""
 

@@ -5,6 +5,7 @@ their storage.
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 from collections import defaultdict
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers import unchanged
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.formats import FP32, join_remainder
@@ -285,6 +287,23 @@ def test_resident_values_arrive_in_another_process(format: str) -> None:
     child.join()
     for value, copied in zip(values, arrived, strict=True):
         assert torch.equal(value.cpu().view(torch.uint8), torch.from_numpy(copied))
+
+
+@pytest.mark.gpu
+def test_memory_that_was_sent_is_free_without_the_optimizer() -> None:
+    _, optimizer = make(torch.device("cuda"), "fp32", offload=OffloadConfig(fraction=0.0))
+    storages = [entry.storage for entry in optimizer.state.values()]
+    memory = [StorageWeakRef(storage.extent._memory.untyped_storage()) for storage in storages]
+    context = torch.multiprocessing.get_context("spawn")
+    sent, returned = context.SimpleQueue(), context.Queue()
+    child = context.Process(target=_return_on_cpu, args=(sent, returned))
+    child.start()
+    sent.put([storage.views["exp_avg"].detach() for storage in storages])
+    returned.get(timeout=120)
+    child.join()
+    del optimizer, storages
+    gc.collect()
+    assert all(reference.expired() for reference in memory)
 
 
 def _return_on_cpu(sent: Any, returned: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import weakref
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -21,7 +22,8 @@ def make_parts_shareable(memory: torch.Tensor) -> None:
     ``torch.multiprocessing`` finds the allocation of a CUDA tensor by the address of its storage,
     and fails where that lies within the allocation. Such a tensor goes as a view of all of
     ``memory`` instead. A receiver copies it before it saves it, or it saves all of that memory.
-    Other tensors go as before.
+    Other tensors go as before. What was sent is given back with the memory, as far as receivers are
+    done with it.
 
     Args:
         memory: ``[nbytes]`` uint8 on a GPU, an allocation of torch's.
@@ -30,9 +32,20 @@ def make_parts_shareable(memory: torch.Tensor) -> None:
         if reference.expired():
             _ALLOCATIONS.pop(address, None)
     _ALLOCATIONS[memory.data_ptr()] = StorageWeakRef(memory.untyped_storage())
+    weakref.finalize(memory, _forget_received).atexit = False
     reduce = ForkingPickler(io.BytesIO()).dispatch_table[torch.Tensor]
     if not (isinstance(reduce, partial) and reduce.func is _reduce):
         ForkingPickler.register(torch.Tensor, partial(_reduce, reduce))
+
+
+def _forget_received() -> None:
+    """Drops torch's records of sends that receivers are done with.
+
+    They keep the memory. torch looks through them when something else is sent or its cache has no
+    memory left, and not when the sender frees its own.
+    """
+    if torch.cuda.is_initialized():  # not so in a forked process
+        torch.cuda.ipc_collect()
 
 
 def _reduce(reduce: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
