@@ -14,7 +14,7 @@ from fused_offload.memory.staging_ring import ENQUEUE_LOCK, RingNeed, Slot, Stag
 
 from .copies import Copy
 
-TURN_BYTES = 32 * 2**20
+TURN_BYTES = 64 * 2**20
 """Bytes after which copies of one direction continue on the other stream of that direction."""
 
 
