@@ -104,7 +104,7 @@ def steps(device: Device, formats: str, **options: Any) -> list[Snapshot]:
 CASES = list(itertools.product(FORMATS, CHUNKS.values(), (0.0, 0.5, 1.0)))
 
 
-@pytest.mark.parametrize(("number", "case"), enumerate(CASES), ids=str)
+@pytest.mark.parametrize(("number", "case"), list(enumerate(CASES)), ids=str)
 def test_any_legal_order_gives_the_same_bits(number: int, case: tuple[str, int, float]) -> None:
     formats, chunk_bytes, fraction = case
     for turn in range(3):
