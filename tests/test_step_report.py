@@ -116,7 +116,10 @@ def test_the_newest_step_that_all_its_devices_are_through_with() -> None:
     assert exposed(devices) == 2  # the write-back of the second is under way on one of them
     slow.happened = True
     assert exposed(devices) == 4
-    one.log.add(3, marks(ended=105))  # the other had no gradients
+    waiting = At(60, happened=False)  # on another stream than that of the step
+    one.log.add(3, marks(ended=105, prefetched=(Prefetch(span(50, 51, 1), Hold(At(60), waiting)),)))
+    assert exposed(devices) == 4
+    waiting.happened = True  # and the other had no gradients
     assert exposed(devices) == 5
     for number in range(4, 100):
         one.log.add(number, marks(happened=False))

@@ -79,7 +79,9 @@ class StepMarks(NamedTuple):
     @property
     def has_ended(self) -> bool:
         """True once the device has completed the step."""
-        return bool(self.hold.ended.query()) and all(span.ended.query() for span in (*self.to_device, *self.to_host))
+        holds = [self.hold] + [prefetch.hold for prefetch in self.prefetched]
+        ends = [hold.ended for hold in holds] + [span.ended for span in (*self.to_device, *self.to_host)]
+        return all(event.query() for event in ends)
 
 
 class StepLog:

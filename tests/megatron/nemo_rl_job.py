@@ -13,6 +13,7 @@ in every digit; torch's AdamW rounds otherwise.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import importlib.util
@@ -186,11 +187,11 @@ def _make_up_transformer_engine() -> None:
     """Megatron-Core finds none; Bridge, which cannot be imported without it, an empty one."""
     import megatron.core
 
+    path = list(sys.path)
     for module in pkgutil.walk_packages(megatron.core.__path__, "megatron.core."):
-        try:
+        with contextlib.suppress(ImportError):
             importlib.import_module(module.name)
-        except ImportError:
-            continue
+        sys.path[:] = path  # one puts the folder of Megatron's `datasets` there
     made_up.make_up("transformer_engine")
 
 
