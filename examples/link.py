@@ -73,7 +73,7 @@ def link_table(optimizer: FusedOffloadAdam, device: torch.device) -> Table:
     table.add_row("plain copies both ways at once", f"{link / 1e9:.1f} GB/s each way")
     table.add_row("share of the link", f"{moved / seconds / link:.0%}")
     if trained is not None:
-        table.add_row("last step of training: time on the GPU", f"{trained.exposed_ms:.1f} ms")
+        table.add_row("last step of training: held up for", f"{trained.exposed_ms:.1f} ms")
         table.add_row(
             "last step of training: speed in, out", f"{_speed(trained.to_device_gbps)}, {_speed(trained.to_host_gbps)}"
         )

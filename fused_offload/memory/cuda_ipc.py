@@ -22,8 +22,8 @@ def make_parts_shareable(memory: torch.Tensor) -> None:
     ``torch.multiprocessing`` finds the allocation of a CUDA tensor by the address of its storage,
     and fails where that lies within the allocation. Such a tensor goes as a view of all of
     ``memory`` instead. A receiver copies it before it saves it, or it saves all of that memory.
-    Other tensors go as before. What was sent is given back with the memory, as far as receivers are
-    done with it.
+    Other tensors go as before. When ``memory`` is dropped, so are torch's records of what receivers
+    have dropped, which would keep it allocated.
 
     Args:
         memory: ``[nbytes]`` uint8 on a GPU, an allocation of torch's.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -186,9 +185,7 @@ class Devices:
                 if device == _CPU:
                     continue
                 here = [block for block in blocks if block.extent.layout.device == device]
-                began = time.perf_counter()
                 self._pipeline(device).window.prefetch(here)
-                self._pipeline(device).prefetch_host_seconds += time.perf_counter() - began
 
     def window(self) -> tuple[WindowBlock, ...]:
         """Blocks that are on a GPU or on their way there."""

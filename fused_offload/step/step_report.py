@@ -15,8 +15,10 @@ class StepReport:
     Attributes:
         exposed_ms: time for which ``step()`` and the prefetches before it hold up the caller's
             stream. It includes the step's kernels, which also run if all state is on the GPU. It
-            includes host time if the stream was idle, as after reading the gradient norm. Kernels
-            that run slower beside copies are not in it.
+            includes host time if the stream was idle, as after reading the gradient norm. Not in
+            it: updates on the CPU, waiting for parameters in host memory, prefetches that were
+            cancelled, host time of model hooks around a prefetch, later waits for write-backs, and
+            what copies slow down in other kernels.
         bytes_to_device: state that was prefetched or streamed to the device, and parameters and
             gradients that came from host memory.
         bytes_to_host: state that was written back, and parameters that went to host memory.
@@ -84,7 +86,7 @@ def report_of(parts: Sequence[StepMarks], link_gbps: float | None) -> StepReport
         window_bytes=max(part.window_bytes for part in parts),
         prefetched_share=_bytes(prefetched) / to_device if to_device else 0.0,
         link_share=max(known) / link_gbps if known and link_gbps else None,
-        host_ms=sum(part.host_ms for part in parts),
+        host_ms=sum(hold.host_ms for hold in holds),
     )
 
 

@@ -116,7 +116,6 @@ class Pipeline:
         write_backs: events of the write-backs.
         skips: counter of the steps that the device skipped.
         log: timing events of the last steps.
-        prefetch_host_seconds: host time of the prefetches for the next step.
         step_bytes: GPU memory that the last step took for quantised parameters and gave back.
     """
 
@@ -134,7 +133,6 @@ class Pipeline:
         self._params_written: torch.cuda.Event | None = None
         self._steps_host_params = False
         self._called: tuple[torch.cuda.Event, float] | None = None
-        self.prefetch_host_seconds = 0.0
         self.step_bytes = 0
         self._is_enqueueing = False
         keep_in_children(self)
@@ -267,14 +265,11 @@ class Pipeline:
             Span((began,), computed, plan.mapped.to_host),
             *from_window,
         )
-        hold = Hold(called, ops.record(ops.compute, timing=True))
-        host_ms = (time.perf_counter() - host_began + self.prefetch_host_seconds) * 1e3
-        self.prefetch_host_seconds = 0.0
-        prefetched = self.window.take_prefetches()
-        self.log.add(number, StepMarks(hold, prefetched, to_device, to_host, window_bytes, host_ms))
         if step.found_inf is not None:
             self.skips.count(step.found_inf, partial(ops.record, ops.compute))
             self._computed = ops.record(ops.compute)
+        hold = Hold(called, ops.record(ops.compute, timing=True), (time.perf_counter() - host_began) * 1e3)
+        self.log.add(number, StepMarks(hold, self.window.take_prefetches(), to_device, to_host, window_bytes))
         self._is_enqueueing = False
 
     def wait_for_params(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -61,7 +62,7 @@ class Window:
         with ENQUEUE_LOCK, torch.cuda.device(self._queues.device):
             self._queues.begin()
             ops = CudaOps(self._queues)
-            called = ops.record(ops.compute, timing=True)
+            called, host_began = ops.record(ops.compute, timing=True), time.perf_counter()
             # The measured time begins when the device reaches this point.
             ops.wait_stream(ops.h2d, ops.compute)
             began = ops.record(ops.h2d, timing=True)
@@ -78,7 +79,8 @@ class Window:
                 self.blocks[block] = loaded
                 nbytes += loaded.nbytes
             self._ended = ops.record(ops.h2d, timing=True)
-            hold = Hold(called, ops.record(ops.compute, timing=True))
+            ended = ops.record(ops.compute, timing=True)
+            hold = Hold(called, ended, (time.perf_counter() - host_began) * 1e3)
             self._prefetches.append(Prefetch(Span((began,), self._ended, nbytes), hold))
             self._queues.end()
 

@@ -26,18 +26,20 @@ class Span(NamedTuple):
 
 
 class Hold(NamedTuple):
-    """A call that enqueues work, on the caller's stream.
+    """What a call costs the caller's stream and the host.
 
-    If that stream is busy, it passes both events together, and the call holds nothing up. If it is
-    idle, it passes each when the host enqueues it.
+    The stream pays for the kernels and waits of the call, and for host time where it is idle. A
+    prefetch puts nothing between its events, so a busy stream passes them together.
 
     Attributes:
         began: timing event on the caller's stream, enqueued first.
         ended: the same, enqueued last.
+        host_ms: host time of the call.
     """
 
     began: Any
     ended: Any
+    host_ms: float
 
     def ms(self) -> float:
         """Milliseconds for which the stream was held up; both events have happened."""
@@ -60,13 +62,11 @@ class StepMarks(NamedTuple):
     """Timing events of one step on one device, recorded with its operations and read much later.
 
     Attributes:
-        hold: the step, from its call to its last enqueued operation; its kernels are in between.
+        hold: the step on this device, from its call to its last kernel or copy there.
         prefetched: prefetches for the step.
         to_device: copies of streamed state to the device.
         to_host: write-backs.
         window_bytes: GPU bytes of the window.
-        host_ms: host time from the call to the last enqueued operation, and of the prefetches
-            before the step.
     """
 
     hold: Hold
@@ -74,7 +74,6 @@ class StepMarks(NamedTuple):
     to_device: tuple[Span, ...]
     to_host: tuple[Span, ...]
     window_bytes: int
-    host_ms: float = 0.0
 
     @property
     def has_ended(self) -> bool:
