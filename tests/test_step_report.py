@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -176,43 +177,12 @@ def test_on_the_cpu_nothing_moves() -> None:
     assert optimizer.last_step_report() is None
 
 
-def test_the_time_of_a_step_begins_with_its_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def stepped(monkeypatch: pytest.MonkeyPatch) -> Iterator[FusedOffloadAdam]:
+    """An optimizer on a simulated device, with a window and a step behind it."""
     pytest.importorskip("triton")
     import simulated_device
     from simulated_device import SCHEDULES, SimulatedDevice
-
-    sim = SimulatedDevice(next(iter(SCHEDULES)))
-    with simulated_device.installed(sim, monkeypatch):
-        param = torch.nn.Parameter(sim.to_device(torch.ones(300)))
-        param.grad = sim.to_device(torch.ones(300))
-        optimizer = FusedOffloadAdam([param])
-        optimizer.step()
-        (pipeline,) = optimizer._stepper.devices.pipelines.values()
-        seen: list[StepMarks] = []
-        monkeypatch.setattr(pipeline.log, "add", lambda number, marks: seen.append(marks))
-        observe = optimizer._stepper._tracker.observe
-
-        def slow(*args: Any) -> Any:
-            time.sleep(0.05)  # of the host; the event before it is that of the call
-            called.append(pipeline._called)
-            return observe(*args)
-
-        called: list[Any] = []
-        monkeypatch.setattr(optimizer._stepper._tracker, "observe", slow)
-        optimizer.step()
-        assert seen[0].hold.host_ms > 50
-        assert seen[0].hold.began is called[0][0]
-        torch.cuda.synchronize()
-        optimizer.close()
-
-
-def test_a_call_ends_with_the_last_thing_that_it_enqueues(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    import simulated_device
-    from simulated_device import SCHEDULES, SimulatedDevice
-
-    from fused_offload.memory import cuda_driver
-    from fused_offload.stream.queues import CudaOps
 
     sim = SimulatedDevice(next(iter(SCHEDULES)))
     with simulated_device.installed(sim, monkeypatch):
@@ -220,37 +190,67 @@ def test_a_call_ends_with_the_last_thing_that_it_enqueues(monkeypatch: pytest.Mo
         param.grad = sim.to_device(torch.ones(300))
         optimizer = FusedOffloadAdam([param], offload=OffloadConfig(window_bytes=2**20))
         optimizer.step()
-        (pipeline,) = optimizer._stepper.devices.pipelines.values()
-        enqueued: list[Any] = []
-        record = CudaOps.record
-
-        def note(ops: CudaOps, stream: Any, event: Any = None, **timing: Any) -> Any:
-            event = record(ops, stream, event, **timing)
-            enqueued.append((stream, event))
-            return event
-
-        monkeypatch.setattr(CudaOps, "record", note)
-
-        def copy(name: str, enqueue: Any, *args: Any) -> None:
-            enqueue(*args)
-            enqueued.append(name)
-
-        for name in ("copy_to_device_async", "copy_to_host_async"):
-            monkeypatch.setattr(cuda_driver, name, partial(copy, name, getattr(cuda_driver, name)))
-        seen: list[StepMarks] = []
-        monkeypatch.setattr(pipeline.log, "add", lambda number, marks: seen.append(marks))
-        optimizer.prefetch()
-        optimizer.step()
-
-        ((prefetch,), step) = seen[0].prefetched, seen[0].hold
-        caller = torch.cuda.current_stream()
-        places = [
-            enqueued.index((caller, event))
-            for event in (prefetch.hold.began, prefetch.hold.ended, step.began, step.ended)
-        ]
-        assert places == sorted(places)
-        prefetched, stepped = enqueued[places[0] : places[1]], enqueued[places[2] : places[3]]
-        assert prefetched.count("copy_to_device_async") == 2  # both moments
-        assert stepped.count("copy_to_host_async") == enqueued.count("copy_to_host_async") > 0
+        yield optimizer
         torch.cuda.synchronize()
         optimizer.close()
+
+
+def logged(optimizer: FusedOffloadAdam, monkeypatch: pytest.MonkeyPatch) -> list[StepMarks]:
+    """Filled with the marks of each further step."""
+    (pipeline,) = optimizer._stepper.devices.pipelines.values()
+    seen: list[StepMarks] = []
+    monkeypatch.setattr(pipeline.log, "add", lambda number, marks: seen.append(marks))
+    return seen
+
+
+def test_the_time_of_a_step_begins_with_its_call(stepped: FusedOffloadAdam, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = logged(stepped, monkeypatch)
+    (pipeline,) = stepped._stepper.devices.pipelines.values()
+    observe = stepped._stepper._tracker.observe
+    called: list[Any] = []
+
+    def slow(*args: Any) -> Any:
+        time.sleep(0.05)  # of the host; the event before it is that of the call
+        called.append(pipeline._called)
+        return observe(*args)
+
+    monkeypatch.setattr(stepped._stepper._tracker, "observe", slow)
+    stepped.step()
+    assert seen[0].hold.host_ms > 50
+    assert seen[0].hold.began is called[0][0]
+
+
+def test_a_call_ends_with_the_last_thing_that_it_enqueues(
+    stepped: FusedOffloadAdam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fused_offload.memory import cuda_driver
+    from fused_offload.stream.queues import CudaOps
+
+    enqueued: list[Any] = []
+    record = CudaOps.record
+
+    def note(ops: CudaOps, stream: Any, event: Any = None, **timing: Any) -> Any:
+        event = record(ops, stream, event, **timing)
+        enqueued.append((stream, event))
+        return event
+
+    def copy(name: str, enqueue: Any, *args: Any) -> None:
+        enqueue(*args)
+        enqueued.append(name)
+
+    monkeypatch.setattr(CudaOps, "record", note)
+    for name in ("copy_to_device_async", "copy_to_host_async"):
+        monkeypatch.setattr(cuda_driver, name, partial(copy, name, getattr(cuda_driver, name)))
+    seen = logged(stepped, monkeypatch)
+    stepped.prefetch()
+    stepped.step()
+
+    ((prefetch,), step) = seen[0].prefetched, seen[0].hold
+    caller = torch.cuda.current_stream()
+    places = [
+        enqueued.index((caller, event)) for event in (prefetch.hold.began, prefetch.hold.ended, step.began, step.ended)
+    ]
+    assert places == sorted(places)
+    of_prefetch, of_step = enqueued[places[0] : places[1]], enqueued[places[2] : places[3]]
+    assert of_prefetch.count("copy_to_device_async") == 2  # both moments
+    assert of_step.count("copy_to_host_async") == enqueued.count("copy_to_host_async") > 0
