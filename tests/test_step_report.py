@@ -207,17 +207,17 @@ def test_the_time_of_a_step_begins_with_its_call(stepped: FusedOffloadAdam, monk
     seen = logged(stepped, monkeypatch)
     (pipeline,) = stepped._stepper.devices.pipelines.values()
     observe = stepped._stepper._tracker.observe
-    called: list[Any] = []
+    calls: list[Any] = []
 
     def slow(*args: Any) -> Any:
         time.sleep(0.05)  # of the host; the event before it is that of the call
-        called.append(pipeline._called)
+        calls.append(pipeline._call)
         return observe(*args)
 
     monkeypatch.setattr(stepped._stepper._tracker, "observe", slow)
     stepped.step()
     assert seen[0].hold.host_ms > 50
-    assert seen[0].hold.began is called[0][0]
+    assert seen[0].hold.began is calls[0].began
 
 
 def test_a_call_ends_with_the_last_thing_that_it_enqueues(
@@ -235,6 +235,7 @@ def test_a_call_ends_with_the_last_thing_that_it_enqueues(
         return event
 
     def copy(name: str, enqueue: Any, *args: Any) -> None:
+        time.sleep(0.01)
         enqueue(*args)
         enqueued.append(name)
 
@@ -246,6 +247,8 @@ def test_a_call_ends_with_the_last_thing_that_it_enqueues(
     stepped.step()
 
     ((prefetch,), step) = seen[0].prefetched, seen[0].hold
+    assert prefetch.hold.host_ms > 20
+    assert step.host_ms > 20
     caller = torch.cuda.current_stream()
     places = [
         enqueued.index((caller, event)) for event in (prefetch.hold.began, prefetch.hold.ended, step.began, step.ended)
@@ -254,3 +257,5 @@ def test_a_call_ends_with_the_last_thing_that_it_enqueues(
     of_prefetch, of_step = enqueued[places[0] : places[1]], enqueued[places[2] : places[3]]
     assert of_prefetch.count("copy_to_device_async") == 2  # both moments
     assert of_step.count("copy_to_host_async") == enqueued.count("copy_to_host_async") > 0
+    stepped.step()
+    assert seen[1].prefetched == ()

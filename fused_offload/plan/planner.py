@@ -94,7 +94,7 @@ class _TwoPhases(NamedTuple):
 
 
 class Planner:
-    """Makes plans and keeps the most recent ones, by the inputs they were made from; and blocks."""
+    """Makes plans and lists window blocks; keeps the most recent plans, by their inputs."""
 
     def __init__(self, config: OffloadConfig) -> None:
         """Starts without plans."""

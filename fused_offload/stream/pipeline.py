@@ -59,7 +59,6 @@ half a step.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -85,7 +84,7 @@ from .schedule import launch_in_host_memory, launch_window, stream_chunks
 from .skip_counter import SkipCounter
 from .step_inputs import ScalerInputs, StepInputs
 from .step_upload import UploadBuffer
-from .timing import Hold, Span, StepLog, StepMarks
+from .timing import Call, Span, StepLog, StepMarks
 from .write_backs import WriteBacks
 
 
@@ -132,7 +131,7 @@ class Pipeline:
         self._computed: torch.cuda.Event | None = None
         self._params_written: torch.cuda.Event | None = None
         self._steps_host_params = False
-        self._called: tuple[torch.cuda.Event, float] | None = None
+        self._call: Call | None = None
         self.step_bytes = 0
         self._is_enqueueing = False
         keep_in_children(self)
@@ -158,8 +157,7 @@ class Pipeline:
 
     def note_call(self) -> None:
         """Records the beginning of a step or a part, on the current stream and on the host."""
-        ops = CudaOps(self.queues)
-        self._called = ops.record(ops.compute, timing=True), time.perf_counter()
+        self._call = Call.begin(CudaOps(self.queues))
 
     def prepare(self, plan: StepPlan, inputs: StepInputs) -> PreparedStep:
         """Does all of a step that can fail.
@@ -233,8 +231,7 @@ class Pipeline:
         in_window = self.window.chunks(plan.in_window, launch, ops)
         window_bytes = self.window.nbytes
         began = ops.record(ops.compute, timing=True)
-        called, host_began = self._called or (began, time.perf_counter())
-        self._called = None
+        call, self._call = self._call or Call.begin(ops), None
         copies_began = ops.record(ops.h2d, timing=True)
         in_order = {
             index: partial(launch_window, [chunk], ops)
@@ -268,8 +265,8 @@ class Pipeline:
         if step.found_inf is not None:
             self.skips.count(step.found_inf, partial(ops.record, ops.compute))
             self._computed = ops.record(ops.compute)
-        hold = Hold(called, ops.record(ops.compute, timing=True), (time.perf_counter() - host_began) * 1e3)
-        self.log.add(number, StepMarks(hold, self.window.take_prefetches(), to_device, to_host, window_bytes))
+        prefetched = self.window.take_prefetches()
+        self.log.add(number, StepMarks(call.end(ops), prefetched, to_device, to_host, window_bytes))
         self._is_enqueueing = False
 
     def wait_for_params(self) -> None:

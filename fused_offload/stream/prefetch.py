@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +15,7 @@ from fused_offload.plan.window_blocks import WindowBlock
 from .copies import Copy, bytes_of
 from .queues import CudaOps, DeviceQueues
 from .schedule import Event, LoadedBlock, WindowChunk, load_block, write_back_window
-from .timing import Hold, Prefetch, Span
+from .timing import Call, Prefetch, Span
 from .write_backs import WriteBacks
 
 
@@ -62,7 +61,7 @@ class Window:
         with ENQUEUE_LOCK, torch.cuda.device(self._queues.device):
             self._queues.begin()
             ops = CudaOps(self._queues)
-            called, host_began = ops.record(ops.compute, timing=True), time.perf_counter()
+            call = Call.begin(ops)
             # The measured time begins when the device reaches this point.
             ops.wait_stream(ops.h2d, ops.compute)
             began = ops.record(ops.h2d, timing=True)
@@ -79,9 +78,7 @@ class Window:
                 self.blocks[block] = loaded
                 nbytes += loaded.nbytes
             self._ended = ops.record(ops.h2d, timing=True)
-            ended = ops.record(ops.compute, timing=True)
-            hold = Hold(called, ended, (time.perf_counter() - host_began) * 1e3)
-            self._prefetches.append(Prefetch(Span((began,), self._ended, nbytes), hold))
+            self._prefetches.append(Prefetch(Span((began,), self._ended, nbytes), call.end(ops)))
             self._queues.end()
 
     def _memory(self, nbytes: int) -> torch.Tensor | None:

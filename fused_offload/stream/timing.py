@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from .queues import CudaOps
 
 _STEPS_KEPT = 8  # more than a training loop runs ahead of its GPU
 
@@ -44,6 +48,28 @@ class Hold(NamedTuple):
     def ms(self) -> float:
         """Milliseconds for which the stream was held up; both events have happened."""
         return float(self.began.elapsed_time(self.ended))
+
+
+class Call(NamedTuple):
+    """A call that is still enqueueing work.
+
+    Attributes:
+        began: timing event on the caller's stream.
+        host_began: host time in seconds.
+    """
+
+    began: Any
+    host_began: float
+
+    @classmethod
+    def begin(cls, ops: CudaOps) -> Call:
+        """Records the beginning."""
+        return cls(ops.record(ops.compute, timing=True), time.perf_counter())
+
+    def end(self, ops: CudaOps) -> Hold:
+        """Records the end."""
+        ended = ops.record(ops.compute, timing=True)
+        return Hold(self.began, ended, (time.perf_counter() - self.host_began) * 1e3)
 
 
 class Prefetch(NamedTuple):
