@@ -60,7 +60,7 @@ class FakeOps:
         self.of_state = 0  # next waits for write-backs of state, not of a slot
         self.errors = 0
 
-    def record(self, stream: deque[Any], event: FakeEvent | None = None) -> FakeEvent:
+    def record(self, stream: deque[Any], event: FakeEvent | None = None, *, timing: bool = False) -> FakeEvent:
         event = event or FakeEvent()
         event.record(stream)
         return event
@@ -211,7 +211,7 @@ def train(
         write_backs.begin_step()
         previous = write_backs.before_copies
         ops.of_state = int(bool(chunks) and previous is not None)
-        event = stream_chunks(chunks, slots, ops, previous, in_window).state
+        event = stream_chunks(chunks, slots, ops, previous, in_window).written_back
         if in_host_memory:
             launches = [partial(ops.kernel_in_host_memory, place) for place in in_host_memory]
             event = launch_in_host_memory(launches, ops, write_backs.before_kernels)
@@ -299,7 +299,7 @@ def test_a_streamed_chunk_waits_for_no_more_than_the_blocks_before_it(monkeypatc
         write_backs.begin_step()
         in_window = [window.chunk(place) for place in (0, 1)]
         chunks = [streamed(ops, slots, place) for place in (2, 3)]
-        event = stream_chunks(chunks, slots, ops, write_backs.before_copies, in_window).state
+        event = stream_chunks(chunks, slots, ops, write_backs.before_copies, in_window).written_back
         write_backs.note_streamed(event, window.loaded)
 
         def note(place: Any, event: Any) -> None:

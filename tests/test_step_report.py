@@ -12,6 +12,8 @@ import torch
 from test_tune import PROFILE
 
 from fused_offload import FusedOffloadAdam, OffloadConfig
+from fused_offload.plan import planner
+from fused_offload.plan.window_blocks import blocks_of
 from fused_offload.profiles import profile_files as profiles
 from fused_offload.profiles.profile_files import Found
 from fused_offload.step.devices import Devices
@@ -259,3 +261,70 @@ def test_a_call_ends_with_the_last_thing_that_it_enqueues(
     assert of_step.count("copy_to_host_async") == enqueued.count("copy_to_host_async") > 0
     stepped.step()
     assert seen[1].prefetched == ()
+
+
+@pytest.mark.parametrize("chunks", [1, 3, 5])
+def test_copies_that_run_ahead_of_the_caller_have_a_speed(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    import simulated_device
+    from simulated_device import SCHEDULES, SimulatedDevice
+
+    for schedule in SCHEDULES:
+        sim = SimulatedDevice(schedule)
+        with simulated_device.installed(sim, monkeypatch):
+            param = torch.nn.Parameter(sim.to_device(torch.ones(chunks * 100)))
+            param.grad = sim.to_device(torch.ones(chunks * 100))
+            optimizer = FusedOffloadAdam([param], offload=OffloadConfig(chunk_bytes=2048, depth=3))
+            optimizer.step()
+            seen = logged(optimizer, monkeypatch)
+            optimizer.step()
+            torch.cuda.synchronize()
+            spans = [span for span in (*seen[0].to_device, *seen[0].to_host) if span.nbytes]
+            assert sum(span.nbytes for span in seen[0].to_device) > 0
+            assert all(span.ms() > 0 for span in spans), schedule
+            optimizer.close()
+
+
+def test_a_prefetch_that_fails_leaves_nothing_behind(
+    stepped: FusedOffloadAdam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fused_offload.memory import cuda_driver
+
+    monkeypatch.setattr(planner, "blocks_of", partial(blocks_of, block_bytes=1024))
+    copy, copies = cuda_driver.copy_to_device_async, []
+
+    def failing(*args: Any) -> None:
+        copies.append(args)
+        if len(copies) == 4:  # the second of the second block
+            raise RuntimeError("a copy that the driver refuses")
+        copy(*args)
+
+    monkeypatch.setattr(cuda_driver, "copy_to_device_async", failing)
+    with pytest.raises(RuntimeError, match="refuses"):
+        stepped.prefetch()
+    seen = logged(stepped, monkeypatch)
+    assert stepped.window_bytes() == 0
+    stepped.step()
+    assert seen[0].window_bytes == 0
+    assert seen[0].prefetched == ()
+    assert sum(span.nbytes for span in seen[0].to_device) == sum(span.nbytes for span in seen[0].to_host) > 0
+
+
+def test_prefetches_that_find_no_memory_are_not_kept(
+    stepped: FusedOffloadAdam, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (pipeline,) = stepped._stepper.devices.pipelines.values()
+    monkeypatch.setattr(pipeline.window, "_memory", lambda nbytes: None)
+    seen = logged(stepped, monkeypatch)
+    for _ in range(3):
+        stepped.prefetch()
+    stepped.step()
+    assert seen[0].prefetched == ()
+
+
+def test_the_last_report_outlives_the_optimizers_memory(stepped: FusedOffloadAdam) -> None:
+    stepped.step()
+    stepped.close()
+    report = stepped.last_step_report()
+    assert report is not None
+    assert report.bytes_to_host > 0

@@ -233,8 +233,9 @@ class Devices:
         self._cpu_work = _NO_MEMORY
 
     def close(self) -> None:
-        """Waits, and drops the pipelines of all devices."""
+        """Waits, and drops the pipelines of all devices; the report of the last step stays."""
         self.wait()
+        self.last_step_report()
         self.pipelines.clear()
 
 

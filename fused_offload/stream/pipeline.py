@@ -237,10 +237,11 @@ class Pipeline:
             index: partial(launch_window, [chunk], ops)
             for (index, *_), chunk in zip(plan.in_window if plan.quantises else (), in_window, strict=False)
         }
-        streamed, behind = step.launches.on_compute_stream(in_order)
+        chunks, behind = step.launches.on_compute_stream(in_order)
         previous, between = self.write_backs.before_copies, () if in_order else in_window
-        written_back, self._params_written = stream_chunks(streamed, ring.slots, ops, previous, between)
-        ring.rotate(len(streamed))  # the next step or part begins with the slot that is free first
+        filled, written_back, self._params_written = stream_chunks(chunks, ring.slots, ops, previous, between)
+        filling = sum(chunk.bytes_to_device for chunk in chunks[: len(ring.slots)])
+        ring.rotate(len(chunks))  # the next step or part begins with the slot that is free first
         loaded, stored = ops.record(ops.h2d, timing=True), ops.record(ops.d2h, timing=True)
         if plan.in_host_memory:
             launches = [partial(launch, index) for index in plan.in_host_memory]
@@ -254,7 +255,8 @@ class Pipeline:
             self.write_backs.note_streamed(written_back, self.window.blocks)
         from_window = self.window.write_back(in_window, ops, computed)
         to_device = (
-            Span((began, copies_began), loaded, plan.copied.to_device),
+            Span((copies_began,), filled or copies_began, filling),
+            Span((began, filled or copies_began), loaded, plan.copied.to_device - filling),
             Span((began,), computed, plan.mapped.to_device),
         )
         to_host = (

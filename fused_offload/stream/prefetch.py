@@ -67,19 +67,32 @@ class Window:
             began = ops.record(ops.h2d, timing=True)
             if not self.blocks:
                 self._began, self._ended = began, None
-            nbytes = 0
-            for block in missing:
-                memory = self._memory(block.nbytes)
-                if memory is None:
-                    break
-                for stream in self._queues.h2d.both:
-                    memory.record_stream(stream)
-                loaded = load_block(block, Slot(memory), ops, self._write_backs.before_block(block))
-                self.blocks[block] = loaded
-                nbytes += loaded.nbytes
-            self._ended = ops.record(ops.h2d, timing=True)
-            self._prefetches.append(Prefetch(Span((began,), self._ended, nbytes), call.end(ops)))
+            try:
+                nbytes = self._load(missing, ops)
+                ended = ops.record(ops.h2d, timing=True)
+                hold = call.end(ops)
+            except BaseException:
+                for block in missing:
+                    self.blocks.pop(block, None)  # else a step would use what no report counts
+                raise
+            if nbytes:
+                self._ended = ended
+                self._prefetches.append(Prefetch(Span((began,), ended, nbytes), hold))
             self._queues.end()
+
+    def _load(self, blocks: Iterable[WindowBlock], ops: CudaOps) -> int:
+        """Enqueues the copies of blocks while there is memory; returns their bytes."""
+        nbytes = 0
+        for block in blocks:
+            memory = self._memory(block.nbytes)
+            if memory is None:
+                break
+            for stream in self._queues.h2d.both:
+                memory.record_stream(stream)
+            loaded = load_block(block, Slot(memory), ops, self._write_backs.before_block(block))
+            self.blocks[block] = loaded
+            nbytes += loaded.nbytes
+        return nbytes
 
     def _memory(self, nbytes: int) -> torch.Tensor | None:
         try:

@@ -35,12 +35,13 @@ class StreamOps(Protocol):
     def d2h(self) -> Any:
         """Stream of the next copy from a slot to a slab, behind all earlier ones."""
 
-    def record(self, stream: Any, event: Event | None = None) -> Event:
+    def record(self, stream: Any, event: Event | None = None, *, timing: bool = False) -> Event:
         """An event that completes with everything enqueued on ``stream`` so far.
 
         Args:
             stream: the stream.
             event: an event to use again; waits that were enqueued for it stay as they are.
+            timing: make a new event one that has a time.
         """
 
     def wait(self, stream: Any, event: Event) -> None:
@@ -71,17 +72,25 @@ class StreamedChunk(NamedTuple):
     before: Sequence[Callable[[], Any]] = ()
     params: ParamCopies | None = None
 
+    @property
+    def bytes_to_device(self) -> int:
+        """Bytes that are copied to the device."""
+        return bytes_of(self.transfer.to_device) + (0 if self.params is None else bytes_of(self.params.to_device))
 
-class WrittenBack(NamedTuple):
-    """Events of the last write-backs of a step.
+
+class Streamed(NamedTuple):
+    """Events of a step's streamed chunks.
 
     Attributes:
-        state: event behind all write-backs, or None if no chunk streams.
-        params: event behind those of parameters, or None if all are on the device.
+        filled: timing event behind the first copies to each slot, or None if no chunk streams.
+            Copies behind it wait for kernels of this step, those before it do not.
+        written_back: event behind all write-backs, or None likewise.
+        params_written: event behind those of parameters, or None if all are on the device.
     """
 
-    state: Event | None
-    params: Event | None
+    filled: Event | None
+    written_back: Event | None
+    params_written: Event | None
 
 
 class LoadedBlock(NamedTuple):
@@ -163,7 +172,7 @@ def stream_chunks(
     ops: StreamOps,
     previous: Event | None,
     window: Sequence[WindowChunk] = (),
-) -> WrittenBack:
+) -> Streamed:
     """Enqueues prefetch, kernel and write-back of every chunk, and the kernels of the window.
 
     Kernels of the window go between the others, to run while these wait for the link.
@@ -175,7 +184,7 @@ def stream_chunks(
         previous: last write-back of the state that the chunks read, or None.
         window: chunks in the window.
     """
-    params_written = None
+    filled = params_written = None
     if chunks and previous is not None:
         ops.wait(ops.h2d, previous)  # [Note: next step reads what this one wrote]
     for index, (transfer, launch, before, params) in enumerate(chunks):
@@ -186,6 +195,8 @@ def stream_chunks(
         ops.copy_to_device(slot, transfer.to_device)
         if params is not None:
             ops.copy_to_device(slot, params.to_device)
+        if index + 1 == min(len(slots), len(chunks)):
+            filled = ops.record(ops.h2d, timing=True)
 
         for enqueue in before:
             enqueue()
@@ -202,7 +213,7 @@ def stream_chunks(
             launch_window(window[index * len(window) // len(chunks) : (index + 1) * len(window) // len(chunks)], ops)
     if not chunks:
         launch_window(window, ops)
-    return WrittenBack(ops.record(ops.d2h) if chunks else None, params_written)
+    return Streamed(filled, ops.record(ops.d2h) if chunks else None, params_written)
 
 
 def launch_in_host_memory(launches: Sequence[Callable[[], None]], ops: StreamOps, previous: Event | None) -> Event:
