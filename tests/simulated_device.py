@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_map
 from fused_offload.kernels.launch import ScalerSignals
 from fused_offload.memory import cuda_driver
 from fused_offload.memory.staging_ring import StagingRing
+from fused_offload.state import storage
 from fused_offload.state.storage import Extent
 from fused_offload.step import devices
 from fused_offload.step.clipping import HostGrad
@@ -643,7 +644,8 @@ def installed(sim: SimulatedDevice, patch: pytest.MonkeyPatch) -> Iterator[None]
     patch.setattr(torch.Tensor, "record_stream", lambda self, stream: _record_stream(sim, self, stream))
     driver = _Driver(sim)
     patch.setattr(cuda_driver, "_driver", lambda: driver)
-    patch.setattr(devices, "_CPU", torch.device("meta"))
+    for module in (devices, storage):
+        patch.setattr(module, "_CPU", torch.device("meta"))
     patch.setattr(DeviceQueues, "_of_device", weakref.WeakValueDictionary())
     if sim.schedule is not None:
         patch.setattr(Launches, "launch", lambda self, index, slot=0: sim.launch(self, index, slot))

@@ -37,6 +37,7 @@ from fused_offload.params import placement
 from fused_offload.params.placement import Placement
 from fused_offload.plan import planner
 from fused_offload.plan.window_blocks import blocks_of
+from fused_offload.state import storage
 from fused_offload.step import clipping
 from fused_offload.stream import pipeline, queues, step_upload
 from fused_offload.stream import skip_counter as skips
@@ -163,6 +164,20 @@ def resident(device: Device) -> list[Snapshot]:
         with device.on(device.stream(waits=False)):
             seen.append(device.snapshot(optimizer)._replace(params=[]))
     return [*seen, device.snapshot(optimizer)]
+
+
+def resident_without_gradients(device: Device) -> list[Snapshot]:
+    """State that a step without gradients makes on the device, read and stepped on another stream than that step's."""
+    params = device.params()
+    optimizer = make(params[:2], fraction=0.0)
+    device.step(optimizer)
+    optimizer.add_param_group({"params": params[2:]})
+    optimizer.zero_grad()
+    with device.on(device.stream(waits=False)):
+        optimizer.step()
+    seen = device.snapshot(optimizer)
+    device.step(optimizer)
+    return [seen, device.snapshot(optimizer)]
 
 
 def state_read_and_written(device: Device) -> list[Snapshot]:
@@ -499,6 +514,7 @@ SCENARIOS: list[Scenario] = [
     zero_copy,
     deep_ring,
     resident,
+    resident_without_gradients,
     ring_given_back,
     ring_grows,
     window_of_a_younger_stream,
@@ -638,7 +654,8 @@ def test_a_step_makes_as_many_events_whatever_its_chunks() -> None:
 RECORDS = {"record", "record_event"}
 WAITS = {"wait", "wait_event", "wait_stream", "synchronize", "record_stream"}
 ORDERED_BY = (Pipeline, Window, DeviceQueues, StreamedChunk, UploadBuffer, WriteBacks, SkipCounter, StagingRing)
-MODULES = sorted({owner.__module__ for owner in ORDERED_BY} | {clipping.__name__, cuda_driver.__name__})
+ORDERED_BY_HOST = (clipping, cuda_driver, storage)
+MODULES = sorted({owner.__module__ for owner in ORDERED_BY} | {module.__name__ for module in ORDERED_BY_HOST})
 
 
 LATEST = [schedule for schedule in SCHEDULES if not schedule.eagerness]

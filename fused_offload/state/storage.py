@@ -9,6 +9,7 @@ from fused_offload.memory import cuda_ipc, numa
 from fused_offload.memory.pinned import PinnedSlab
 from fused_offload.state.layout import Layout, extent_place
 
+_CPU = torch.device("cpu")
 _ENCODED_ELEMENTS = 2**20
 """Number of elements to encode at a time; bounds the temporary memory of loads."""
 
@@ -35,7 +36,9 @@ class Extent:
     """
 
     def __init__(self, layout: Layout, numel: int, *, pin: bool) -> None:
-        """Allocates the memory. Whoever places parameters in it notes their starts.
+        """Allocates the memory, and waits for a GPU that has filled it.
+
+        Whoever places parameters in it notes their starts.
 
         Args:
             layout: common properties of the parameters.
@@ -62,6 +65,9 @@ class Extent:
                 else self.slab.bytes
             )
             self.stored = place.carve(self._memory)
+        if self.slab is None and layout.device != _CPU:
+            # Readers and steps may be on other streams, and wait for what earlier steps enqueued only.
+            torch.cuda.synchronize(layout.device)
         if self._memory.device.type == "cuda":
             cuda_ipc.make_parts_shareable(self._memory)
 

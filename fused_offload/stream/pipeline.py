@@ -33,7 +33,8 @@ no event, and between steps activations take its place. A call that fails, for i
 memory, leaves the step half done.
 
 [Note: host readers synchronise] ``state``, ``state_dict``, ``load_state_dict`` and
-``get_unscaled_state`` call `Pipeline.wait` before they touch a slab.
+``get_unscaled_state`` call `Pipeline.wait` before they touch a slab. State that stays on the device
+has no event before its first step: the host waits until it is zero-filled (`Extent`).
 
 [Note: lifetime] Slabs and slots outlive every copy: slots belong to the ring, which is released
 only after both copy streams are idle, and slabs wait for the device before they are unregistered.
