@@ -42,10 +42,10 @@ def install(
     Megatron is imported. It may be repeated; the arguments of the last call count.
 
     Args:
-        offload: chunks, depth, window and pinning. Its fraction is used in the place of FusedAdam;
-            in that of HybridDeviceOptimizer the fraction is ``optimizer_offload_fraction``. The
-            default is an `OffloadConfig` whose window is the value of FUSED_OFFLOAD_WINDOW_BYTES,
-            or which has no window if that is not set.
+        offload: chunks, depth, window and pinning. Megatron's ``optimizer_offload_fraction`` takes
+            precedence over its fraction, but not 0 and 1 in the place of FusedAdam, which are
+            Megatron's defaults. The default is an `OffloadConfig` whose window is the value of
+            FUSED_OFFLOAD_WINDOW_BYTES, or which has no window if that is not set.
         numerics: ``"ieee"`` or ``"te"``. The default depends on the place: ``"te"`` for FusedAdam,
             else ``"ieee"``.
         stochastic_rounding: as for `FusedOffloadAdam`, for moments in bfloat16. The default is the

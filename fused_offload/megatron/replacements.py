@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from contextvars import ContextVar
 from types import FunctionType
@@ -20,7 +21,8 @@ class Settings(NamedTuple):
     """Arguments of `install`.
 
     Attributes:
-        offload: chunks, depth, window and pinning; in the place of FusedAdam also the fraction.
+        offload: chunks, depth, window and pinning; in the place of FusedAdam also the fraction,
+            where Megatron's is 0 or 1.
         numerics: ``"ieee"``, ``"te"``, or None for the default of each place.
         log_interval: steps between two printed reports, or None.
         stochastic_rounding: as for `FusedOffloadAdam`.
@@ -181,6 +183,13 @@ class HybridPlaceAdam(MegatronAdam):
                 self.defaults["options"] = options
 
 
+def _with_share_of_config(offload: OffloadConfig) -> OffloadConfig:
+    """``offload`` with Megatron's ``optimizer_offload_fraction``, unless that is 0 or 1, its defaults."""
+    build = _current.get()
+    share = 1.0 if build is None else float(build.config.optimizer_offload_fraction)
+    return offload if share in (0.0, 1.0) else dataclasses.replace(offload, fraction=share)
+
+
 class FusedAdamPlaceAdam(MegatronAdam):
     """FusedOffloadAdam with the constructor and, by default, the bits of TE's FusedAdam.
 
@@ -194,6 +203,6 @@ class FusedAdamPlaceAdam(MegatronAdam):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         settings = current_settings()
         kwargs.setdefault("numerics", settings.numerics or "te")
-        kwargs.setdefault("offload", settings.offload)
+        kwargs.setdefault("offload", _with_share_of_config(settings.offload))
         kwargs.setdefault("stochastic_rounding", settings.stochastic_rounding)
         super().__init__(*args, **kwargs)

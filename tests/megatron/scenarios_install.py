@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import os
 import sys
 import warnings
@@ -14,9 +15,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from job import Job, JobSpec, build_model, build_optimizer, optimizer_config, replaced
+from job import Job, JobSpec, build_model, build_optimizer, optimizer_config, replaced, te_branches
 from registry import Context, Phase, scenario
 from scenarios_training import LAYOUTS, STORED_FORMATS
+from small import PLACES
 
 import fused_offload.megatron as fom
 from fused_offload import OffloadConfig
@@ -395,6 +397,25 @@ def _refused_windows(context: Context) -> dict[str, Any]:
     return {"messages": messages, "installed": fom.is_installed()}
 
 
+def _shares(context: Context) -> dict[tuple[str, float, float], float]:
+    """Share of the state on the host, by place, Megatron's field, and argument of `install`."""
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    shares = {}
+    for place, field, argument in itertools.product(PLACES, (0.0, 0.5, 1.0), (1.0, 0.25)):
+        spec = JobSpec(place, fraction=field)
+        with (
+            te_branches() if place == "ours as FusedAdam" else contextlib.nullcontext(),
+            contextlib.redirect_stdout(io.StringIO()),
+            warnings.catch_warnings(),
+            fom.installed(OffloadConfig(fraction=argument), "ieee"),
+        ):
+            warnings.simplefilter("ignore")  # a share of 0 is warned about
+            optimizer = get_megatron_optimizer(optimizer_config(spec), [build_model(spec)])
+        shares[place, field, argument] = optimizer.chained_optimizers[0].optimizer.offload.fraction
+    return shares
+
+
 def _begun(context: Context) -> dict[str, list[int]]:
     """Number of times that an iteration drops prefetched state, after one without a step."""
     calls: dict[str, list[int]] = {}
@@ -412,4 +433,5 @@ def _begun(context: Context) -> dict[str, list[int]]:
 
 scenario("an iteration begins", _begun, _ONE)
 scenario("windows", _windows, _TWO)
+scenario("shares", _shares, _ONE)
 scenario("refused windows", _refused_windows, _ONE)

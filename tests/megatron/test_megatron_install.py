@@ -154,6 +154,16 @@ def test_the_variable_stands_in_for_the_window_where_no_offload_is_given(results
     assert about_queues == [False, True, True, False, False, False]
 
 
+def test_megatrons_share_counts_in_both_places_unless_it_is_the_default(results: Results) -> None:
+    (shares,) = results.ranks("shares", Phase.ONE_RANK)
+    assert shares == {
+        (place, field, argument): argument if place == "ours as FusedAdam" and field != 0.5 else field
+        for place in ("ours", "ours as FusedAdam")
+        for field in (0.0, 0.5, 1.0)
+        for argument in (1.0, 0.25)
+    }
+
+
 def test_a_new_iteration_gives_back_what_was_prefetched_for_one_without_a_step(results: Results) -> None:
     (run,) = results.ranks("an iteration begins", Phase.ONE_RANK)
     assert run == {"window": [1], "none": []}
