@@ -649,7 +649,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
         Gradients are applied as soon as those that wait take 48 MiB, and at `step` those of tied
         parameters and of parameters that were frozen or in no group when this was called. Until
-        `step`, ``.grad`` holds a place holder that raises when it is computed with: clipping by
+        `step`, ``.grad`` holds a placeholder that raises when it is computed with: clipping by
         global norm, gradient scalers and a second backward pass need all gradients at once. An
         exception in a backward pass leaves some parameters stepped: call `step` to finish (after
         `zero_grad`, without the rest), or load a checkpoint into model and optimizer.
@@ -714,19 +714,19 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._check_usable()
         window = self.offload.window_bytes
         if window == 0:
-            if self._attachment is None:  # else attach() has said so, and its hooks call this
+            if not self.is_attached:  # else attach() has said so, and its hooks call this
                 warnings.warn(self._no_window("prefetch()"), stacklevel=2)
             return
-        if window == "auto" and self._attachment is None:
+        if window == "auto" and not self.is_attached:
             raise RuntimeError(
                 "OffloadConfig(window_bytes='auto') learns from a model: call attach(model), or give a number of bytes"
             )
         if cuda_driver.is_capturing():
             return
-        if self._attachment is not None and self._attachment.budget_bytes is not None:
-            self._stepper.prefetch_more(self._attachment.budget_bytes)
-        elif not isinstance(window, str):
+        if not isinstance(window, str):
             self._stepper.prefetch(window)
+        elif self._attachment is not None and self._attachment.budget_bytes is not None:
+            self._stepper.prefetch_more(self._attachment.budget_bytes)
 
     def _no_window(self, call: str) -> str:
         """Warning for a call that does nothing without a window."""
@@ -775,8 +775,8 @@ class OffloadOptimizer(torch.optim.Optimizer):
         """Allocates the GPU's ring and work memory now instead of at the first step.
 
         Raises:
-            RuntimeError: if the GPU has too little memory; names the need and the smallest staging
-                ring that fits.
+            RuntimeError: if the GPU has too little memory; names the need, the free bytes and
+                the largest staging ring of two slots that fits.
         """
         self._check_usable()
         self._stepper.reserve(self.param_groups, self._params_with_state(), self._rule())

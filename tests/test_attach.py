@@ -221,6 +221,24 @@ def test_detached_is_detached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loop.optimizer.hooks == []
 
 
+def test_after_detach_a_prefetch_is_that_of_an_optimizer_without_a_model() -> None:
+    model = torch.nn.Linear(4, 1)
+    for window in ("auto", 0):
+        optimizer = FusedOffloadAdam(model.parameters(), offload=OffloadConfig(window_bytes=window))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # without a window attach() says that it does nothing
+            attachment = optimizer.attach(model)
+        optimizer.prefetch()
+        attachment.detach()
+        if window == "auto":
+            with pytest.raises(RuntimeError, match="learns from a model"):
+                optimizer.prefetch()
+        else:
+            with pytest.warns(UserWarning, match="does nothing"):
+                optimizer.prefetch()
+        optimizer.close()
+
+
 def test_the_model_does_not_keep_the_optimizer_alive() -> None:
     model = torch.nn.Linear(4, 1)
     optimizer = FusedOffloadAdam(model.parameters(), offload=OffloadConfig(window_bytes=1))

@@ -18,7 +18,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import helpers
 import numpy as np
@@ -47,6 +47,7 @@ import fused_offload.state.store
 from fused_offload import FusedOffloadAdam, OffloadConfig
 from fused_offload.kernels.adam import launch as adam
 from fused_offload.params.dense import addresses_of
+from fused_offload.stream.step_inputs import ScalerInputs
 
 device = helpers.device
 
@@ -299,6 +300,42 @@ def test_lr_tensor_is_read_at_every_step(device: str, where: str, shape: tuple[i
                 optimizer.step()
         oracle.step(param.grad, optimizer.param_groups[0], step + 1)
     oracle.check(optimizer, param, "lr tensor:")
+
+
+@pytest.mark.gpu
+def test_parameters_on_the_cpu_wait_for_a_learning_rate_on_a_gpu() -> None:
+    lr = torch.tensor(1e-2, device="cuda")
+    optimizer, (param,) = make("cpu", ((300,),), lr=lr)
+    oracle = Oracle(param, FP32)
+    for step in range(4):
+        torch.cuda._sleep(50_000_000)
+        lr.fill_(1e-2 / (1 + step))
+        give_grads([param], step)
+        optimizer.step()
+        oracle.step(param.grad, {**optimizer.param_groups[0], "lr": lr.item()}, step + 1)
+    oracle.check(optimizer, param, "lr on the GPU:")
+
+
+class Asked(torch.Tensor):
+    """A value that notes how it is copied to another device."""
+
+    how: ClassVar[list[Any]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.to:
+            cls.how.append((kwargs or {}).get("non_blocking", False))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_values_that_the_cpu_reads_are_waited_for() -> None:
+    optimizer, _ = make("cpu", ((300,),))
+    value = torch.ones(1).as_subclass(Asked)
+    rule, cpu = optimizer._rule(), torch.device("cpu")
+    Asked.how.clear()
+    rule.values_on(rule.step_values(optimizer.param_groups[0], 1)._replace(lr=value), cpu)
+    ScalerInputs(value, value).on(cpu)
+    assert Asked.how == [False, False, False]
 
 
 def test_many_learning_rates(device: str) -> None:

@@ -69,7 +69,7 @@ def _bound_entries(
     return sorted(entries, key=lambda packed: packed.position)
 
 
-def pack(param_groups: Sequence[dict[str, Any]], state: StateMapping, wanted: Wanted = Wanted()) -> dict[str, Any]:  # noqa: B008 - immutable
+def pack(param_groups: Sequence[dict[str, Any]], state: StateMapping, wanted: Wanted) -> dict[str, Any]:
     """Packs state in TransformerEngine's layout, with ``step`` in each group.
 
     Args:

@@ -92,13 +92,9 @@ class MegatronAdam(FusedOffloadAdam):
         self.synchronize()
         self._store.rehome()
 
-    def _move_new_state_to_right_device(self) -> None:
-        """Name by which verl, ms-swift and SkyRL call `move_new_state_to_right_device`."""
-        self.move_new_state_to_right_device()
-
-    def _sync_hdo_state_to_sub_optimizers(self) -> None:
-        """Name by which Megatron calls `move_new_state_to_right_device` after a load."""
-        self.move_new_state_to_right_device()
+    # Names by which verl, ms-swift and SkyRL call it, and Megatron after a load.
+    _move_new_state_to_right_device = move_new_state_to_right_device
+    _sync_hdo_state_to_sub_optimizers = move_new_state_to_right_device
 
     def update_fp32_param_by_new_param(self) -> None:
         """Name by which Megatron, Megatron-Bridge and NeMo-RL call `reload_model_params`."""

@@ -6,10 +6,10 @@ import importlib
 from types import ModuleType
 from typing import Any, NamedTuple
 
-_FACTORY = "_get_megatron_optimizer_based_on_param_groups"
+FACTORY = "_get_megatron_optimizer_based_on_param_groups"
 _HYBRID = "HybridDeviceOptimizer"
 _NEEDED = {
-    "megatron.core.optimizer": (_FACTORY, _HYBRID, "ChainedOptimizer"),
+    "megatron.core.optimizer": (FACTORY, _HYBRID, "ChainedOptimizer"),
     "megatron.core.optimizer.distrib_optimizer": (_HYBRID, "DistributedOptimizer", "HAVE_APEX_OR_TE"),
     "megatron.core.optimizer.optimizer": ("MegatronOptimizer", "ChainedOptimizer"),
     "megatron.core.optimizer.optimizer_config": ("OptimizerConfig",),
@@ -61,11 +61,6 @@ class MegatronApi(NamedTuple):
     distrib: ModuleType
     config: Any
     version: str
-
-    @property
-    def factory_name(self) -> str:
-        """Name of the function of `package` that builds one optimizer from parameter groups."""
-        return _FACTORY
 
     @property
     def hybrid_holders(self) -> list[ModuleType]:

@@ -53,10 +53,6 @@ class AdamOptions:
     stochastic_rounding: bool = False
     offload: OffloadConfig = OffloadConfig()  # noqa: RUF009 - immutable
 
-    def arguments(self) -> dict[str, Any]:
-        """Keyword arguments for FusedOffloadAdam."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
 
 def remember_remainders(config: Any) -> None:
     """Notes the requested ``store_param_remainders``; Megatron disables it without TE."""

@@ -11,7 +11,7 @@ from typing import Any
 from .adam import MegatronAdam
 from .adaptation import adapt
 from .announcement import announce, announce_muon, announce_stock
-from .api_probe import MegatronApi, UnknownApiError, find_api
+from .api_probe import FACTORY, MegatronApi, UnknownApiError, find_api
 from .checks import check_config, check_model, check_quantised, warn_if_copies_drift, warn_if_nothing_moves
 from .fsdp import take_flags, uses_fsdp
 from .muon import counts_of, muon_in_place
@@ -69,8 +69,8 @@ class Installation:
         if api.uses_te:
             for module in api.adam_holders:
                 self.replace(module, "Adam", FusedAdamPlaceAdam)
-        factory = getattr(api.package, api.factory_name)
-        self.replace(api.package, api.factory_name, _wrapped_factory(factory, api, self))
+        factory = getattr(api.package, FACTORY)
+        self.replace(api.package, FACTORY, _wrapped_factory(factory, api, self))
         if hasattr(api.package, _EMERGING_FACTORY):
             emerging = getattr(api.package, _EMERGING_FACTORY)
             self.replace(api.package, _EMERGING_FACTORY, _wrapped_emerging(emerging, self))
@@ -125,7 +125,8 @@ def _wrapped_factory(factory: Callable[..., Any], api: MegatronApi, installation
         # Releases up to 0.17 pass a Megatron-FSDP chunk outside of a list.
         chunks = model_chunks if isinstance(model_chunks, (list, tuple)) else [model_chunks]
         check_model(config, chunks)
-        if config.use_precision_aware_optimizer and not uses_fsdp(chunks):
+        with_fsdp = uses_fsdp(chunks)
+        if config.use_precision_aware_optimizer and not with_fsdp:
             own_masters(config, chunks, api)
             check_quantised(config, chunks)
         if not takes_hybrid_place(config) and (installation.settings.numerics or "te") == "te":
@@ -133,16 +134,15 @@ def _wrapped_factory(factory: Callable[..., Any], api: MegatronApi, installation
         with building(config, installation.settings):
             optimizer = factory(config, model_chunks, *args, **kwargs)
         inner = getattr(optimizer, "optimizer", None)
-        with_fsdp = uses_fsdp(model_chunks)
         if with_fsdp and isinstance(inner, MegatronAdam):
             take_flags(inner, config)
         adapt(optimizer, api)
-        if with_fsdp and not _is_virtual_stage(model_chunks):
+        if with_fsdp and not _is_virtual_stage(chunks):
             _introduce([optimizer], api, installation)  # Megatron does not chain it
         if isinstance(inner, MegatronAdam) and inner.place not in installation.warned:
             installation.warned.add(inner.place)
             warn_if_nothing_moves(config)
-            warn_if_copies_drift(config, model_chunks, stochastic_rounding=inner.stochastic_rounding)
+            warn_if_copies_drift(config, chunks, stochastic_rounding=inner.stochastic_rounding)
         return optimizer
 
     return build

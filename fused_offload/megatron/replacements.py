@@ -162,7 +162,7 @@ class HybridPlaceAdam(MegatronAdam):
                 master_weights=param_update_in_fp32,
                 offload=OffloadConfig(fraction=offload_fraction, pin=pin_cpu_params),
             )
-        super().__init__(params, **kwargs, **options.arguments())
+        super().__init__(params, **kwargs, **vars(options))
         # DistributedOptimizer builds the object again from `defaults`, with its own shards. Set
         # only now, since groups copy the defaults, and go into checkpoints.
         self.defaults["options"] = options

@@ -90,9 +90,7 @@ class StagingRing:
         Returns:
             True if the ring has to `grow` before the user can go on.
         """
-        need = need._replace(slot_bytes=need.aligned_slot_bytes)
-        if self._needs.get(user) != need:
-            self._needs[user] = need
+        need = self._needs[user] = need._replace(slot_bytes=need.aligned_slot_bytes)
         # Other users ask for themselves before they step.
         slot_bytes = self.slots[0].memory.numel() if self.slots else 0
         return len(self.slots) < need.depth or slot_bytes < need.slot_bytes or self.work_bytes < need.work_bytes

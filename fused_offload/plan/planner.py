@@ -193,7 +193,7 @@ class Planner:
             quantised = [index for index, segment in enumerate(segments) if _is_quantised(segment)]
         chunks = make_plan(segments, self._capacity, without=quantised)
         # Kernels on state that is on the GPU need no copy. They go last: copies start at once.
-        ordered = sorted(chunks, key=lambda chunk: (extent_of(chunk).layout.resident, block_of(chunk) is not None))
+        ordered = sorted(chunks, key=_is_on_gpu)
         ordered += self._of_quantised(segments, quantised)
         if window:
             ordered = [_of_updates(chunk, cuts) for chunk in ordered]
@@ -218,7 +218,6 @@ class Planner:
 
         chunks: list[Chunk] = []
         for kind, run in itertools.groupby(indices, key=lambda index: segments[index].kind):
-            assert isinstance(kind, ChunkKind)
             chunks += chunks_of_kind(kind, list(run), segments, limit(kind), keep_whole=True)
         return chunks
 
@@ -288,19 +287,18 @@ def _in_phase(segments: Sequence[Segment], phase: int) -> list[Segment]:
     """The segments with the number of a phase in their kinds."""
     kinds: dict[int, ChunkKind] = {}
     found = []
-    for kind, start, numel in segments:
-        here = kinds.get(id(kind))
+    for segment in segments:
+        here = kinds.get(id(segment.kind))
         if here is None:
-            assert isinstance(kind, ChunkKind)
-            here = kinds[id(kind)] = kind._replace(phase=phase)
-        found.append(Segment(here, start, numel))
+            here = kinds[id(segment.kind)] = kind_of(segment)._replace(phase=phase)
+        found.append(Segment(here, segment.start, segment.numel))
     return found
 
 
 def _by_device(chunks: Iterable[Chunk]) -> dict[torch.device, list[Chunk]]:
     found: dict[torch.device, list[Chunk]] = {}
     for chunk in chunks:
-        found.setdefault(extent_of(chunk).layout.device, []).append(chunk)
+        found.setdefault(kind_of(chunk).extent.layout.device, []).append(chunk)
     return found
 
 
@@ -323,20 +321,17 @@ def _of_updates(chunk: Chunk, cuts: Sequence[Cut]) -> Chunk:
     return chunk._replace(pieces=pieces)
 
 
-def block_of(chunk: Chunk) -> WindowBlock | None:
-    """Window block that holds a chunk's state, or None."""
-    kind = chunk.kind
-    assert isinstance(kind, ChunkKind)
-    return kind.block
+def kind_of(part: Segment | Chunk) -> ChunkKind:
+    """Kind of a segment or chunk of a planner."""
+    assert isinstance(part.kind, ChunkKind)
+    return part.kind
+
+
+def _is_on_gpu(chunk: Chunk) -> tuple[bool, bool]:
+    """True first if a chunk's state stays on its device, then if a window holds it."""
+    kind = kind_of(chunk)
+    return kind.extent.layout.resident, kind.block is not None
 
 
 def _is_quantised(part: Segment | Chunk) -> bool:
-    assert isinstance(part.kind, ChunkKind)
-    return part.kind.extent.layout.is_quantised
-
-
-def extent_of(chunk: Chunk) -> Extent:
-    """Extent of a chunk's state."""
-    kind = chunk.kind
-    assert isinstance(kind, ChunkKind)
-    return kind.extent
+    return kind_of(part).extent.layout.is_quantised

@@ -229,9 +229,11 @@ class UpdateRule(Protocol):
         return [(0.0,)] * (pending + 1)
 
     def values_on(self, values: Any, device: torch.device) -> Any:
-        """The same values with their tensors on ``device``; waits for nothing."""
+        """The same values with their tensors on ``device``; does not wait unless that is the CPU."""
         lr = values.lr
-        return values._replace(lr=lr.to(device, non_blocking=True)) if isinstance(lr, torch.Tensor) else values
+        if not isinstance(lr, torch.Tensor):
+            return values
+        return values._replace(lr=lr.to(device, non_blocking=device.type != "cpu"))
 
     @abstractmethod
     def compiled_values(self, values: Any) -> tuple[Any, ...]:

@@ -33,6 +33,15 @@ def _state_bytes(param: torch.Tensor, formats: Mapping[str, Format]) -> int:
     return sum(format.stored_bytes(align(_numel(param))) for format in formats.values())
 
 
+def _host_bytes(numels: Mapping[Layout, int]) -> int:
+    """Bytes of state of these layouts that is in host memory."""
+    return sum(
+        layout.state_bytes(numel)
+        for layout, numel in numels.items()
+        if not layout.resident or layout.device.type == "cpu"
+    )
+
+
 def _numels(params: Sequence[torch.Tensor], layouts: Sequence[Layout]) -> dict[Layout, int]:
     """Number of elements that the parameters of each layout take."""
     numels: dict[Layout, int] = {}
@@ -222,11 +231,7 @@ class StateStore:
         if not hosted:
             return
         layouts = [place.extent.layout for place in new]
-        state = sum(
-            layout.state_bytes(numel)
-            for layout, numel in _numels([p.param for p in new], layouts).items()
-            if self._on_host(layout)
-        )
+        state = _host_bytes(_numels([place.param for place in new], layouts))
         # torch's page-locked memory comes in powers of two.
         grads = sum(2 ** (local.nbytes - 1).bit_length() for local in hosted)
         numel, params = sum(local.numel() for local in hosted), sum(local.nbytes for local in hosted)
@@ -252,8 +257,7 @@ class StateStore:
         waiting = [param for param in params if _numel(param) and id(param) not in self._reserved]
         layouts = self._layouts(waiting, known)
         numels = _numels(waiting, layouts)
-        host_bytes = sum(layout.state_bytes(numel) for layout, numel in numels.items() if self._on_host(layout))
-        check_host_bytes(host_bytes)
+        check_host_bytes(_host_bytes(numels))
         extents: dict[Layout, Extent] = {}
         try:
             for layout, numel in numels.items():
@@ -279,10 +283,6 @@ class StateStore:
                 "bounce buffers and do not overlap. The results are the same, the steps several times slower.",
                 stacklevel=2,
             )
-
-    @staticmethod
-    def _on_host(layout: Layout) -> bool:
-        return not layout.resident or layout.device.type == "cpu"
 
     def _layouts(self, params: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> list[Layout]:
         """Layout of each new parameter. Offloads until ``fraction`` of all state is offloaded."""

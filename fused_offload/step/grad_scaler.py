@@ -19,9 +19,7 @@ def scaler_inputs(optimizer: Any, grad_scaler: Any) -> ScalerInputs:
     inputs = ScalerInputs(
         getattr(optimizer, "grad_scale", None), _flag(optimizer, getattr(optimizer, "found_inf", None))
     )
-    if grad_scaler is None or not grad_scaler.is_enabled():
-        return inputs
-    if inputs.found_inf is not None:
+    if inputs.found_inf is not None or grad_scaler is None or not grad_scaler.is_enabled():
         return inputs
     per_optimizer = grad_scaler._per_optimizer_states[id(optimizer)]
     unscaled = bool(per_optimizer["found_inf_per_device"])  # unscale_() has divided the gradients

@@ -90,10 +90,10 @@ def report_of(parts: Sequence[StepMarks], link_gbps: float | None) -> StepReport
     )
 
 
-def combined(reports: Sequence[StepReport]) -> StepReport | None:
+def combined(reports: Sequence[StepReport]) -> StepReport:
     """Report of one step on several devices: sums of bytes and speeds, and the longest times."""
-    if len(reports) <= 1:
-        return reports[0] if reports else None
+    if len(reports) == 1:
+        return reports[0]
     to_device = sum(report.bytes_to_device for report in reports)
     shares = [report.link_share for report in reports if report.link_share is not None]
     prefetched = sum(report.prefetched_share * report.bytes_to_device for report in reports)

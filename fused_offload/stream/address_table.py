@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from fused_offload.kernels.formats import rounding_counter
-from fused_offload.kernels.launch import ARRAY_COLUMNS, TABLE_COLUMNS
+from fused_offload.kernels.launch import ARRAY_COLUMNS, TABLE_COLUMNS, programs_of
 from fused_offload.params.tracker import Updates
 from fused_offload.plan.chunks import Chunk
 from fused_offload.plan.operations import Operation
-from fused_offload.plan.planner import ChunkKind, StepPlan
+from fused_offload.plan.planner import StepPlan, kind_of
 
 from .host_params import HostParams
 
@@ -62,7 +62,6 @@ class AddressTable:
         plan: StepPlan,
         chunks: Sequence[Chunk],
         updates: Updates,
-        programs_of: Callable[[np.ndarray], np.ndarray],
         host_params: HostParams,
         operations: Sequence[Operation],
         array_itemsize: int,
@@ -75,7 +74,6 @@ class AddressTable:
             plan: the plan.
             chunks: the plan's chunks on one device.
             updates: updates that the plan was made for; no tensor of them is kept.
-            programs_of: returns the number of programs of each piece from the numbers of elements.
             host_params: parameters and gradients that kernels find in a slot.
             operations: operations between the chunks.
             array_itemsize: bytes of an element of the operations' arrays.
@@ -96,8 +94,7 @@ class AddressTable:
         self.chunks: list[ChunkRows] = []
         first = 0
         for chunk, count in zip(chunks, counts, strict=True):
-            kind = chunk.kind
-            assert isinstance(kind, ChunkKind)
+            kind = kind_of(chunk)
             rows = slice(first, first + count)
             self.rows[rows, 0] -= self.rows[first, 0]
             if kind.origin is None:
@@ -122,7 +119,7 @@ class AddressTable:
         self._aligned: list[bool] = []
         self._starts = np.array([chunk.first for chunk in self.chunks])
 
-    def fill(self, updates: Updates, arrays: Arrays | None = None, slots: tuple[int, ...] = ()) -> list[bool]:
+    def fill(self, updates: Updates, arrays: Arrays | None, slots: tuple[int, ...]) -> list[bool]:
         """Writes this step's addresses and scalars.
 
         Args:

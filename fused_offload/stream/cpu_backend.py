@@ -12,7 +12,7 @@ import torch
 from fused_offload.kernels.formats import rounding_counter
 from fused_offload.params.dense import flat
 from fused_offload.plan.chunks import Chunk
-from fused_offload.plan.planner import ChunkKind, StepPlan
+from fused_offload.plan.planner import StepPlan, kind_of
 
 from .operations import array_of, order_of_work, parts_of, scalars_of, stand_in_for_params
 from .step_inputs import StepInputs
@@ -59,8 +59,7 @@ def run_chunk(
         params: ``[numel]`` arrays in the place of quantised parameters, by segment.
         beside: array and scalar of each segment that has an operation between two phases.
     """
-    kind = chunk.kind
-    assert isinstance(kind, ChunkKind)
+    kind = kind_of(chunk)
     rule, updates = inputs.rule, inputs.updates
     phase = rule.phases[kind.phase]
     state = rule.bind(phase.of(kind.extent.stored), kind.initial)

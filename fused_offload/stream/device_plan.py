@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 import torch
 
 from fused_offload.config import OffloadConfig
-from fused_offload.kernels.launch import programs_of
 from fused_offload.memory.staging_ring import RingNeed, Slot, StagingRing
 from fused_offload.params.tracker import Updates
 from fused_offload.plan.operations import Operation, WorkMemory
-from fused_offload.plan.planner import ChunkKind, StepPlan, extent_streaming
+from fused_offload.plan.planner import ChunkKind, StepPlan, extent_streaming, kind_of
 from fused_offload.plan.window_blocks import WindowBlock
 from fused_offload.rules.base import BoundState, Phase, UpdateRule
 from fused_offload.state.layout import GRAD, PARAM, Layout, slot_bytes
@@ -80,8 +79,7 @@ class DevicePlan:
         self.resident: set[int] = set()
         mapped = []  # transfers that zero-copy chunks would need with copies
         for index, chunk in enumerate(chunks):
-            kind = chunk.kind
-            assert isinstance(kind, ChunkKind)
+            kind = kind_of(chunk)
             phase = rule.phases[kind.phase]
             self.kinds.append(kind)
             if kind.block is not None:
@@ -100,7 +98,6 @@ class DevicePlan:
             plan,
             chunks,
             updates,
-            programs_of,
             self.host_params,
             self.operations,
             operation_of(rule).dtype.itemsize,

@@ -83,12 +83,11 @@ class Launches:
         """
         chunks: list[StreamedChunk] = []
         waiting: list[Callable[[], Any]] = []
-        copies = self._plan.host_params.copies if self._plan.host_params else None
         for item in order_of_work(len(self._plan.kinds), self._plan.operations, self._parts_of):
             if not isinstance(item, int):
                 waiting.append(item)
             elif item in self._plan.transfers:
-                params, launch = copies and copies(item), partial(self.launch, item)
+                params, launch = self._plan.host_params.copies(item), partial(self.launch, item)
                 if params is not None and self._inputs.grad_factors:
                     launch = partial(self._launch_scaled, item)
                 chunks.append(StreamedChunk(self._plan.transfers[item], launch, tuple(waiting), params))

@@ -234,10 +234,12 @@ class Pipeline:
         began = ops.record(ops.compute, timing=True)
         call, self._call = self._call or Call.begin(ops), None
         copies_began = ops.record(ops.h2d, timing=True)
-        in_order = {
-            index: partial(launch_window, [chunk], ops)
-            for (index, *_), chunk in zip(plan.in_window if plan.quantises else (), in_window, strict=False)
-        }
+        in_order = {}
+        if plan.quantises:
+            in_order = {
+                index: partial(launch_window, [chunk], ops)
+                for (index, *_), chunk in zip(plan.in_window, in_window, strict=True)
+            }
         chunks, behind = step.launches.on_compute_stream(in_order)
         previous, between = self.write_backs.before_copies, () if in_order else in_window
         filled, written_back, self._params_written = stream_chunks(chunks, ring.slots, ops, previous, between)

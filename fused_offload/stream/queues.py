@@ -136,7 +136,7 @@ class CurrentStreams:
 
 
 class CudaOps:
-    """`StreamOps` on a real device; lives for one step."""
+    """`StreamOps` on a real device; each call makes its own, for its current stream."""
 
     def __init__(self, queues: DeviceQueues) -> None:
         """Uses the caller's current stream as the compute stream."""

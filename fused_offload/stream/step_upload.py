@@ -54,8 +54,8 @@ class UploadBuffer:
             record: records an event on it.
 
         Returns:
-            The rows on the device from each chunk's first on, ``[., 6]`` int64, and each group's
-            skip rows, ``[., width]`` float32.
+            The rows on the device from each chunk's first on, ``[., 6]`` int64, or 8 columns with
+            operations, and each group's skip rows, ``[., width]`` float32.
         """
         made_for, rows = self._rows
         if not skip_rows and made_for is table and self._holds == table.version:

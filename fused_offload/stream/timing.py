@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from .queues import CudaOps
+from .queues import CudaOps
 
 _STEPS_KEPT = 8  # more than a training loop runs ahead of its GPU
 

@@ -62,14 +62,9 @@ class Memory:
         return self.params + self.grads + self.resident_state + self.ring + self.work + self.window + self.other
 
     @property
-    def state_in_save(self) -> int:
-        """Bytes that an asynchronous save copies: all state, on the host and on the GPU."""
-        return self.host_state + self.resident_state
-
-    @property
     def host_in_save(self) -> int:
-        """Host bytes of a rank during an asynchronous save."""
-        return self.host_state + self.host_params + self.state_in_save
+        """Host bytes of a rank during an asynchronous save, which copies all state, on host and GPU."""
+        return 2 * self.host_state + self.resident_state + self.host_params
 
     @property
     def node(self) -> int:

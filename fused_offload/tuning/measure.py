@@ -144,7 +144,7 @@ def sizes(duplex_gbps: float, host_bytes: int | None, gpu_bytes: int) -> list[in
 
 def rounds_of(state_bytes: int) -> int:
     """Number of rounds: more for short steps, which disturbances affect most."""
-    few_bytes = 12 * _SMALL_NUMEL
+    few_bytes = _WIDE_BYTES * _SMALL_NUMEL
     return min(_MOST_ROUNDS, max(_FEWEST_ROUNDS, _FEWEST_ROUNDS * few_bytes // max(1, state_bytes)))
 
 

@@ -69,7 +69,7 @@ class StepHarness:
         torch.cuda.synchronize()
         return (time.perf_counter() - start) * 1e3
 
-    def time(self, streaming: Streaming, steps: int = 2) -> list[float]:
+    def time(self, streaming: Streaming, steps: int) -> list[float]:
         """Times steps with given transfer settings.
 
         A first step allocates the ring and compiles the kernels. If steps are short, further ones
