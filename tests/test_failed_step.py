@@ -189,7 +189,7 @@ def test_an_interrupted_table_or_copy_is_made_again(monkeypatch: pytest.MonkeyPa
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        table.fill(Interrupting())  # type: ignore[arg-type]
+        table.fill(Interrupting(), None, ())  # type: ignore[arg-type]
     assert table.version != Interrupting.version
 
     def interrupted(*_: Any) -> None:

@@ -24,8 +24,9 @@ class ScalerInputs(NamedTuple):
 
     def on(self, device: torch.device) -> ScalerInputs:
         """The same signals on a device; does not wait for GPUs unless ``device`` is the CPU."""
-        passes = device.type != "cpu"
-        return ScalerInputs(*[None if signal is None else signal.to(device, non_blocking=passes) for signal in self])
+        if device.type == "cpu":
+            return ScalerInputs(*[None if signal is None else signal.cpu() for signal in self])
+        return ScalerInputs(*[None if signal is None else signal.to(device, non_blocking=True) for signal in self])
 
     def skipped_on_host(self) -> bool:
         """True if the host knows already that the step is skipped; never waits for a GPU."""
