@@ -193,7 +193,7 @@ class Planner:
             quantised = [index for index, segment in enumerate(segments) if _is_quantised(segment)]
         chunks = make_plan(segments, self._capacity, without=quantised)
         # Kernels on state that is on the GPU need no copy. They go last: copies start at once.
-        ordered = sorted(chunks, key=_is_on_gpu)
+        ordered = sorted(chunks, key=_copy_first)
         ordered += self._of_quantised(segments, quantised)
         if window:
             ordered = [_of_updates(chunk, cuts) for chunk in ordered]
@@ -327,8 +327,8 @@ def kind_of(part: Segment | Chunk) -> ChunkKind:
     return part.kind
 
 
-def _is_on_gpu(chunk: Chunk) -> tuple[bool, bool]:
-    """True first if a chunk's state stays on its device, then if a window holds it."""
+def _copy_first(chunk: Chunk) -> tuple[bool, bool]:
+    """Sort key that puts chunks in the window behind those that stream, and resident ones last."""
     kind = kind_of(chunk)
     return kind.extent.layout.resident, kind.block is not None
 
