@@ -236,7 +236,7 @@ def test_a_backward_pass_in_parts_runs_ahead_of_the_device() -> None:
     assert all(was_asleep for _, was_asleep in parts), parts
 
 
-def test_the_first_step_in_parts_takes_little_longer_than_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_step_in_parts_takes_no_longer_than_twice_a_later_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward_step, "PART_BYTES", 250 * 256 * 4)
     seconds: list[list[float]] = []
     for _ in range(4):  # kernels are compiled in the first
@@ -255,7 +255,5 @@ def test_the_first_step_in_parts_takes_little_longer_than_a_later_one(monkeypatc
             seconds[-1].append(time.perf_counter() - start)
         optimizer.close()
     firsts, laters = zip(*[(first, max(later)) for first, *later in seconds[1:]], strict=True)
-    # The least of three is taken, since other processes compete for the CPU. Where many page-lock
-    # memory at once, a first step takes up to 2.8 times a later one. It took 20 times when each part
-    # looked at all parameters.
-    assert min(firsts) <= 4 * max(laters), seconds
+    # The least of three is taken, since other processes compete for the CPU.
+    assert min(firsts) <= 2 * max(laters), seconds
