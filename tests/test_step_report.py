@@ -287,6 +287,10 @@ def test_a_prefetch_that_fails_leaves_nothing_behind(
     stepped: FusedOffloadAdam, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fused_offload.memory import cuda_driver
+    from fused_offload.stream import prefetch
+
+    def raising(*_: Any) -> None:
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(planner, "blocks_of", partial(blocks_of, block_bytes=1024))
     copy, copies = cuda_driver.copy_to_device_async, []
@@ -300,6 +304,10 @@ def test_a_prefetch_that_fails_leaves_nothing_behind(
     monkeypatch.setattr(cuda_driver, "copy_to_device_async", failing)
     with pytest.raises(RuntimeError, match="refuses"):
         stepped.prefetch()
+    with monkeypatch.context() as interrupted:
+        interrupted.setattr(prefetch, "Prefetch", raising)
+        with pytest.raises(KeyboardInterrupt):
+            stepped.prefetch()
     seen = logged(stepped, monkeypatch)
     assert stepped.window_bytes() == 0
     stepped.step()
@@ -320,9 +328,25 @@ def test_prefetches_that_find_no_memory_are_not_kept(
     assert seen[0].prefetched == ()
 
 
-def test_the_last_report_outlives_the_optimizers_memory(stepped: FusedOffloadAdam) -> None:
-    stepped.step()
-    stepped.close()
-    report = stepped.last_step_report()
-    assert report is not None
-    assert report.bytes_to_host > 0
+def test_the_report_of_the_last_step_outlives_the_optimizers_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    import simulated_device
+    from simulated_device import SCHEDULES, SimulatedDevice
+
+    for schedule in SCHEDULES:
+        sim = SimulatedDevice(schedule)
+        with simulated_device.installed(sim, monkeypatch):
+            small, large = (torch.nn.Parameter(sim.to_device(torch.ones(numel))) for numel in (300, 900))
+            optimizer = FusedOffloadAdam([small, large])
+            reported = []
+            for param in (small, large):
+                param.grad = sim.to_device(torch.ones_like(param.detach()))
+                optimizer.step()
+                if param is small:
+                    torch.cuda.synchronize()
+                else:
+                    optimizer.close()
+                report = optimizer.last_step_report()
+                assert report is not None
+                reported.append(report.bytes_to_host)
+            assert reported[0] < reported[1], schedule

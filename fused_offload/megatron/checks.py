@@ -28,7 +28,7 @@ def check_config(config: Any) -> None:
         RuntimeError: for unsupported stored dtypes.
     """
     fraction = config.optimizer_offload_fraction
-    if config.optimizer_cpu_offload and (isinstance(fraction, bool) or not 0.0 <= fraction <= 1.0):
+    if isinstance(fraction, bool) or not 0.0 <= fraction <= 1.0:
         raise ValueError(f"Invalid optimizer_offload_fraction: {fraction!r}, it should be a number in [0, 1]")
     if getattr(config, "optimizer_cuda_graph", False):
         raise ValueError(

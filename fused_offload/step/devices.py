@@ -235,6 +235,8 @@ class Devices:
     def close(self) -> None:
         """Waits, and drops the pipelines of all devices; the report of the last step stays."""
         self.wait()
+        for device in self.pipelines:
+            torch.cuda.synchronize(device)  # the report reads events behind all that `wait` waits for
         self.last_step_report()
         self.pipelines.clear()
 

@@ -71,13 +71,13 @@ class Window:
                 nbytes = self._load(missing, ops)
                 ended = ops.record(ops.h2d, timing=True)
                 hold = call.end(ops)
+                if nbytes:
+                    self._ended = ended
+                    self._prefetches.append(Prefetch(Span((began,), ended, nbytes), hold))
             except BaseException:
                 for block in missing:
                     self.blocks.pop(block, None)  # else a step would use what no report counts
                 raise
-            if nbytes:
-                self._ended = ended
-                self._prefetches.append(Prefetch(Span((began,), ended, nbytes), hold))
             self._queues.end()
 
     def _load(self, blocks: Iterable[WindowBlock], ops: CudaOps) -> int:
