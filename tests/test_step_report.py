@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from fused_offload.step.devices import Devices
 from fused_offload.step.step_report import combined, report_of
 from fused_offload.stream.timing import Hold, Prefetch, Span, StepLog, StepMarks
 from fused_offload.stream.write_backs import WriteBacks
+
+if TYPE_CHECKING:
+    from simulated_device import SimulatedDevice
 
 
 class At:
@@ -177,15 +181,21 @@ def test_on_the_cpu_nothing_moves() -> None:
     assert optimizer.last_step_report() is None
 
 
+def simulations(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+    """A simulated device for each schedule, one after the other, on which the package runs meanwhile."""
+    pytest.importorskip("triton")
+    import simulated_device
+
+    for schedule in simulated_device.SCHEDULES:
+        sim = simulated_device.SimulatedDevice(schedule)
+        with simulated_device.installed(sim, monkeypatch):
+            yield sim
+
+
 @pytest.fixture
 def stepped(monkeypatch: pytest.MonkeyPatch) -> Iterator[FusedOffloadAdam]:
     """An optimizer on a simulated device, with a window and a step behind it."""
-    pytest.importorskip("triton")
-    import simulated_device
-    from simulated_device import SCHEDULES, SimulatedDevice
-
-    sim = SimulatedDevice(next(iter(SCHEDULES)))
-    with simulated_device.installed(sim, monkeypatch):
+    for sim in itertools.islice(simulations(monkeypatch), 1):
         param = torch.nn.Parameter(sim.to_device(torch.ones(300)))
         param.grad = sim.to_device(torch.ones(300))
         optimizer = FusedOffloadAdam([param], offload=OffloadConfig(window_bytes=2**20))
@@ -263,24 +273,18 @@ def test_a_call_ends_with_the_last_thing_that_it_enqueues(
 
 @pytest.mark.parametrize("chunks", [1, 3, 5])
 def test_copies_that_run_ahead_of_the_caller_have_a_speed(chunks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    import simulated_device
-    from simulated_device import SCHEDULES, SimulatedDevice
-
-    for schedule in SCHEDULES:
-        sim = SimulatedDevice(schedule)
-        with simulated_device.installed(sim, monkeypatch):
-            param = torch.nn.Parameter(sim.to_device(torch.ones(chunks * 100)))
-            param.grad = sim.to_device(torch.ones(chunks * 100))
-            optimizer = FusedOffloadAdam([param], offload=OffloadConfig(chunk_bytes=2048, depth=3))
-            optimizer.step()
-            seen = logged(optimizer, monkeypatch)
-            optimizer.step()
-            torch.cuda.synchronize()
-            spans = [span for span in (*seen[0].to_device, *seen[0].to_host) if span.nbytes]
-            assert sum(span.nbytes for span in seen[0].to_device) > 0
-            assert all(span.ms() > 0 for span in spans), schedule
-            optimizer.close()
+    for sim in simulations(monkeypatch):
+        param = torch.nn.Parameter(sim.to_device(torch.ones(chunks * 100)))
+        param.grad = sim.to_device(torch.ones(chunks * 100))
+        optimizer = FusedOffloadAdam([param], offload=OffloadConfig(chunk_bytes=2048, depth=3))
+        optimizer.step()
+        seen = logged(optimizer, monkeypatch)
+        optimizer.step()
+        torch.cuda.synchronize()
+        spans = [span for span in (*seen[0].to_device, *seen[0].to_host) if span.nbytes]
+        assert sum(span.nbytes for span in seen[0].to_device) > 0
+        assert all(span.ms() > 0 for span in spans), sim.schedule
+        optimizer.close()
 
 
 def test_a_prefetch_that_fails_leaves_nothing_behind(
@@ -329,24 +333,15 @@ def test_prefetches_that_find_no_memory_are_not_kept(
 
 
 def test_the_report_of_the_last_step_outlives_the_optimizers_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    import simulated_device
-    from simulated_device import SCHEDULES, SimulatedDevice
-
-    for schedule in SCHEDULES:
-        sim = SimulatedDevice(schedule)
-        with simulated_device.installed(sim, monkeypatch):
-            small, large = (torch.nn.Parameter(sim.to_device(torch.ones(numel))) for numel in (300, 900))
-            optimizer = FusedOffloadAdam([small, large])
-            reported = []
-            for param in (small, large):
-                param.grad = sim.to_device(torch.ones_like(param.detach()))
-                optimizer.step()
-                if param is small:
-                    torch.cuda.synchronize()
-                else:
-                    optimizer.close()
-                report = optimizer.last_step_report()
-                assert report is not None
-                reported.append(report.bytes_to_host)
-            assert reported[0] < reported[1], schedule
+    for sim in simulations(monkeypatch):
+        small, large = (torch.nn.Parameter(sim.to_device(torch.ones(numel))) for numel in (300, 900))
+        optimizer = FusedOffloadAdam([small, large])
+        reported = []
+        for param, wait in ((small, torch.cuda.synchronize), (large, optimizer.close)):
+            param.grad = sim.to_device(torch.ones_like(param.detach()))
+            optimizer.step()
+            wait()
+            report = optimizer.last_step_report()
+            assert report is not None
+            reported.append(report.bytes_to_host)
+        assert reported[0] < reported[1], sim.schedule
